@@ -425,7 +425,7 @@ def test_labels_outside_of_the_classes(overrides: list[str], shift: int) -> None
     objective, x = configured(overrides), batch_of(dtype=torch.float32)
     labels = torch.arange(len(x)) % CLASSES + shift
     if compares_with_classes(objective.loss) or "num_classes" in overrides[-1] or _name(overrides) in OF_CLASSES:
-        with pytest.raises(ConfigError, match=r"labels .* outside of the 6 classes .*loss.num_classes"):
+        with pytest.raises(ConfigError, match=r"loss\.num_classes: got 6, but labels are"):
             objective.check_labels(labels)
     else:  # pairs ask only whether labels are equal
         objective.check_labels(labels)
@@ -471,7 +471,7 @@ def test_finite_embeddings_give_finite_values_and_gradients(overrides: list[str]
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_miner_with_a_loss_that_takes_no_pairs_is_refused(option: str) -> None:
     if compares_with_classes(configured([f"loss={option}"]).loss):
-        with pytest.raises(ConfigError, match=r"compares images with .* vectors of each class.*set miner=null"):
+        with pytest.raises(ConfigError, match="compares images with vectors of classes; set miner=null"):
             configured([f"loss={option}", "miner=multi_similarity"])
     if option in ("recall_at_k_surrogate", "multi_similarity_oodml"):
         objective = configured([f"loss={option}", "miner=multi_similarity"])

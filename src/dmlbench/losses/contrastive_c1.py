@@ -15,13 +15,12 @@ COLUMNS = 4096  # references at a time on a CPU, so that they and their cosines 
 class ContrastiveC1(nn.Module):
     """Pull all pairs of a class together and push apart pairs of two classes that are more similar than a margin.
 
-    With s the cosine of a pair, B the batch and (i, j) ordered pairs:
+    With s the cosine of a pair, B the batch, m ``neg_margin``, t ``tolerance`` and (i, j) ordered pairs:
     loss = 1/B (sum over positives with s < 1 - t of (1 - s) + sum over negatives with s > m of s).
     It jumps where a pair becomes active. With ``subtract_margins`` the terms are (1 - t - s) and (s - m): continuous,
-    with the same gradient.
+    with the same gradient. t keeps an image from being paired with itself where pairs are not told by index.
 
-    Limits: a batch without pairs of a kind has no such terms, without any the loss is 0 with a gradient of 0. A row of
-    zeros has the cosine 0 with all.
+    Without any pairs the loss is 0 with a gradient of 0. A row of zeros has the cosine 0 with all.
 
     Source: public code of XBM (Wang et al. 2020), msight-tech/research-xbm 223ecdc2, losses/contrastive_loss.py; with
     ``subtract_margins`` that of the GSP study (its supplement 1.6.7 calls both C1).
@@ -44,10 +43,6 @@ class ContrastiveC1(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """
-        Args:
-            ref_emb: [R, D] what the batch is compared with, or None for the batch itself.
-        """
         rows = normalize(embeddings)
         references = rows if ref_emb is None else normalize(ref_emb)
         if indices_tuple is not None:
@@ -64,13 +59,7 @@ class ContrastiveC1(nn.Module):
         return self.of_masks(rows, references, same, different)
 
     def of_masks(self, rows: Tensor, references: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """The loss of pairs that are given as masks: nothing waits for the device, and no list of pairs is made.
-
-        Args:
-            rows: [B, D] of unit length.
-            references: [R, D] of unit length.
-            positive, negative: [B, R] boolean, nowhere both.
-        """
+        """The loss of unit rows [B, D] and [R, D] and masks of pairs [B, R], for which nothing waits for the device."""
         # The loss is linear in s while the same pairs are active, with a slope of -1, 0 or 1. The sum of slope * s over
         # all pairs, taken this way round, leaves nothing of size [B, R] for the backward pass.
         if len(references) <= COLUMNS or rows.device.type != "cpu":

@@ -28,8 +28,6 @@ class Counters(nn.Module):
 
 
 class BatchCount(Counters):
-    """Number of training batches so far."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_count("batches")
@@ -45,8 +43,7 @@ class BatchCount(Counters):
 class SeededDraws(Counters):
     """A random generator for every training batch, of a seed and the number of batches so far.
 
-    The seed is drawn from torch's generator when the module is made, so that it follows the run's seed. A resumed run
-    draws what would have come; in evaluation mode every draw is the same.
+    The seed comes from torch's generator, hence from the run's seed. In evaluation mode every draw is the same.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,5 @@
 """Cross-batch metric learning (XML): prototypes fitted to some classes make embeddings for others."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -51,11 +50,6 @@ class CrossBatchRegularizer(Regularizer):
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         dtype = output.embedding.dtype
         histogram, pooled = (output.side[name].to(dtype) for name in self.requires)
-        return self.loss(histogram, pooled, labels, self.splits(labels), dml_loss)
-
-    def loss(
-        self, histogram: Tensor, pooled: Tensor, labels: Tensor, splits: Sequence[Halves], dml_loss: DmlLoss
-    ) -> Tensor:
-        """The regularizer for given splits; 0, with zero gradients, for none."""
+        splits = self.splits(labels)
         values = [cross_batch_loss(histogram, pooled, labels, halves, dml_loss, ridge=self.ridge) for halves in splits]
         return torch.stack(values).mean() if values else 0.0 * (histogram.sum() + pooled.sum())

@@ -1,5 +1,6 @@
 """DiVA: margin losses of parts of the embedding, each with its own triplets."""
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -7,13 +8,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
-from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError, check_at_least
 
-PARTS = ("discriminative", "shared", "self_similarity", "intra")
-"""Parts of an embedding, equal in size, in their order."""
+PARTS = ("discriminative", "shared", "self_similarity", "intra")  # of an embedding, equal in size, in their order
 
 Shared = Literal["permuted", "across_classes"]
 Intra = Literal["within_class", "permuted"]
@@ -26,11 +26,8 @@ def unit_parts(embeddings: Tensor) -> dict[str, Tensor]:
 
 def check_parts(embedding_size: int) -> int:
     """Dimensions of a part."""
-    if embedding_size < 1 or embedding_size % len(PARTS):
-        raise ConfigError(
-            f"embedding_size: got {embedding_size}, expected a multiple of DiVA's {len(PARTS)} parts. "
-            "Set head.out_features to one."
-        )
+    if embedding_size % len(PARTS):
+        raise ConfigError(f"embedding_size: got {embedding_size}, expected a multiple of DiVA's {len(PARTS)} parts.")
     return embedding_size // len(PARTS)
 
 
@@ -77,21 +74,15 @@ class Diva(WholeBatchLoss):
         self.num_classes = num_classes
         self.weights = {"discriminative": 1.0, "shared": shared_weight, "intra": intra_weight}
         self.kinds = {"discriminative": "labels", "shared": shared, "intra": intra}
-        self.margins = nn.ModuleDict(
-            {
-                part: MarginOodml(num_classes, margin=margin, beta=beta, learn_beta=learn_beta, nu=nu)
-                for part in self.kinds
-            }
-        )
+        make = partial(MarginOodml, num_classes, margin=margin, beta=beta, learn_beta=learn_beta, nu=nu)
+        self.margins = nn.ModuleDict({part: make() for part in self.kinds})
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        parts = unit_parts(embeddings)
-        return torch.stack(
-            [
-                self.weights[part] * self.margins[part](parts[part], labels, drawn_triplets(kind, parts[part], labels))
-                for part, kind in self.kinds.items()
-            ]
-        ).sum()
+        parts, values = unit_parts(embeddings), []
+        for part, kind in self.kinds.items():
+            triplets = drawn_triplets(kind, parts[part], labels)
+            values.append(self.weights[part] * self.margins[part](parts[part], labels, triplets))
+        return torch.stack(values).sum()
 
 
 def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
@@ -100,8 +91,8 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     classes, counts = known.unique(return_counts=True)
     if len(classes) < 2 or counts.max() < 2:
         raise ConfigError(
-            f"triplets need a class of two images and a second class, and the batch of {len(known)} has {len(classes)} "
-            f"classes of at most {int(counts.max())}; raise sampler.images_per_class or sampler.classes_per_batch"
+            f"triplets: got a batch of {len(classes)} classes of at most {int(counts.max())} images, expected 2 of 2. "
+            "Raise sampler.images_per_class or sampler.classes_per_batch."
         )
     if kind == "within_class":
         chosen = classes[torch.randint(len(classes), (len(known),))]
@@ -115,10 +106,7 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     negative = drawn_by_distance(rows.detach(), different)
     if kind == "across_classes":
         if len(classes) < 3:
-            raise ConfigError(
-                f"shared=across_classes compares images of three classes, and the batch has {len(classes)}; raise "
-                "sampler.classes_per_batch to 3 at least"
-            )
+            raise ConfigError("shared=across_classes: got 2 classes, expected 3. Raise sampler.classes_per_batch.")
         labels = to_device(labels, device)
         third = different & (labels != labels[negative][:, None])
         return torch.arange(len(known), device=device), drawn_evenly(third), negative

@@ -13,8 +13,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.batch_labels import BatchLabels
-from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.losses.base import BatchLabels, WholeBatchLoss
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
 
@@ -64,10 +63,6 @@ class LayeredLoss(nn.Module):
         self.miners = nn.ModuleList([] if miner is None else [miner(distance=each) for each in distances])
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
-        """
-        Args:
-            embeddings: rows [B, 2 L r].
-        """
         batch_labels = BatchLabels.of(labels, embeddings.device)
         total = embeddings.new_zeros(())
         for n, (weight, loss) in enumerate(zip([*self.level_weights, self.final_weight], self.losses, strict=False)):
@@ -123,7 +118,6 @@ class LayeredProxyAnchor(WholeBatchLoss):
         self.proxies = nn.Parameter(scale * torch.randn(num_classes, distance.num_levels, distance.level_size))
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Of rows [B, 2 L r]."""
         (distance,) = self._distance
         device = embeddings.device
         classes = torch.arange(len(self.proxies), device=device)
@@ -145,18 +139,13 @@ class LayeredProxyAnchor(WholeBatchLoss):
 
 
 def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, margins: tuple[float, float]) -> Tensor:
-    """ProxyAnchor in terms of distances d_bk between images and proxies.
+    """ProxyAnchor in terms of distances d_bk [B, K] between images and proxies of their (``same``) or other classes.
 
     1/K+ sum over the K+ proxies with images of log(1 + sum over their images of exp(alpha (d_bk - pos_margin)))
     + 1/K sum over all proxies of log(1 + sum over the other images of exp(-alpha (d_bk - neg_margin))).
 
     With squared distances d = 2 - 2s of unit vectors, ProxyAnchor(32, 0.1) on cosines s is this with alpha 16 and
     margins (1.8, 2.2).
-
-    Args:
-        distances: [B, K].
-        same: [B, K], whether image b is of the proxy's class.
-        margins: (pos_margin, neg_margin).
 
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 14.
     """
@@ -171,12 +160,11 @@ def checked_weights(level_weights: Sequence[float], final_weight: float, distanc
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
         raise ConfigError(
-            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels. Set "
-            f"loss.level_weights={[1.0] * distance.num_levels}."
+            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels, such as "
+            f"{[1.0] * distance.num_levels}."
         )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
-            f"level_weights and final_weight: got {weights} and {final_weight}, expected at least 0 and a positive "
-            "level: the inferred distance trains no embedding."
+            f"level_weights, final_weight: got {weights} and {final_weight}, expected at least 0 and a positive level."
         )
     return weights

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, normalize
 
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.losses.initialization import init_class_vectors
-from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import ConfigError, check_at_least, check_positive, check_share
 
 
@@ -21,8 +21,7 @@ class Libc(WholeBatchLoss):
     means over the batch with smoothed labels. A head on d = D / num_heads dimensions gives image i
     sum over j of a_ij v_j with a_ij = exp s_ij / (1 + sum over k of exp s_ik), s_ij = q_i.k_j / sqrt(d).
 
-    The 1 is the public code's; a softmax has none. Models are tested without this loss, so its batch norm keeps no
-    statistics.
+    The 1 is the public code's; a softmax has none. Models are tested without this loss; batch norm has no statistics.
 
     Source: Seidenschwarz et al. 2021; dvl-tum/intra_batch a1ae3de8, net/gnn_base.py, net/attentions.py,
     net/utils.py, trainer.py.

@@ -46,10 +46,6 @@ class MarginOodml(nn.Module):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """
-        Args:
-            ref_emb: [R, D] what anchors are compared with, or None for the batch itself.
-        """
         device = embeddings.device
         if indices_tuple is None and ref_labels is None:
             indices_tuple = tuple(to_device(x, device) for x in get_all_triplets_indices(labels.cpu()))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ class Metrix(SeededDraws):
 
     reduced over the anchors as the loss itself is. x is a positive of a, or a itself; which of ``pairs``, and lambda of
     Beta(alpha, alpha), are drawn once a step. ProxyAnchor's anchors are proxies. Embeddings are mixed (the paper's
-    Metrix/embed), not images or features, and only pairs that a miner has chosen. In evaluation mode, and for
-    regularizers, the value is that of the wrapped loss.
+    Metrix/embed), not images or features, and only pairs that a miner has chosen, of the ``num_hard_negatives`` most
+    similar to each anchor. In evaluation mode, and for regularizers, the value is that of the wrapped loss.
 
     variant:
         paper: every positive of an anchor is mixed with its negatives, and every anchor with its own.
@@ -65,27 +65,19 @@ class Metrix(SeededDraws):
         variant: Variant = "paper",
     ) -> None:
         super().__init__()
-        if not pairs:
-            raise ConfigError(f"pairs is empty; choose some of {', '.join(get_args(Pairs))}")
         check_positive(weight=weight, alpha=alpha)
-        if num_hard_negatives is not None:
-            check_at_least(1, num_hard_negatives=num_hard_negatives)
+        check_at_least(1, pairs=len(pairs), num_hard_negatives=1 if num_hard_negatives is None else num_hard_negatives)
         if type(loss) not in _OF_MIXTURES:
-            known = ", ".join(each.__name__ for each in _OF_MIXTURES)
             raise ConfigError(
-                f"{type(loss).__name__} has no mixed labels here; wrap one of {known}, "
-                "by loss@loss.loss=contrastive, multi_similarity or proxy_anchor"
+                f"{type(loss).__name__} has no mixed labels here. Set loss@loss.loss=contrastive, multi_similarity or "
+                "proxy_anchor."
             )
         if not isinstance(loss, ProxyAnchor):
             _of_cosines(loss.distance, torch.zeros(()))
             if any(isinstance(module, PerAnchorReducer) for module in loss.modules()):
-                raise ConfigError(
-                    "PerAnchorReducer keeps one value of a pair, which has several mixtures; choose another"
-                )
-            if variant == "official" and not isinstance(loss, ContrastiveLoss):
-                raise ConfigError("variant=official mixes as public code of the contrastive loss; set variant=paper")
-        elif variant == "official":
-            raise ConfigError("there is no public code that mixes for ProxyAnchor; set variant=paper")
+                raise ConfigError("PerAnchorReducer keeps one value of a pair, which has several mixtures.")
+        if variant == "official" and not isinstance(loss, ContrastiveLoss):
+            raise ConfigError("variant=official mixes as public code of the contrastive loss; set variant=paper")
         self.loss = loss
         self.weight = weight
         self.alpha = alpha
@@ -110,11 +102,7 @@ class Metrix(SeededDraws):
         share: float,
         indices_tuple: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """The loss of mixtures, without its weight.
-
-        Args:
-            share: lambda in [0, 1], of the first embedding.
-        """
+        """The loss of mixtures, without its weight; ``share`` is lambda."""
         if indices_tuple is not None and self.variant == "official":
             raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")
         on_cpu = labels.cpu().numpy()
@@ -156,11 +144,7 @@ class Metrix(SeededDraws):
         return _OF_MIXTURES[type(self.loss)](self.loss, cosines, chosen, share, (embeddings, labels))
 
     def _firsts(self, same: BoolArray, pairs: Pairs) -> tuple[IntArray, BoolArray]:
-        """Rows of what is mixed with an anchor's negatives [A, P], filled up, and which of them are meant.
-
-        Args:
-            same: [A, B], whether a row is a positive of an anchor.
-        """
+        """Rows of what is mixed with an anchor's negatives [A, P], filled up, and which count; ``same`` is [A, B]."""
         if pairs == "anchor_negative":
             num_positives = same.sum(1, keepdims=True)
             is_meant = num_positives == 0 if self.variant == "official" else num_positives >= 0
@@ -172,10 +156,9 @@ class Metrix(SeededDraws):
 
 _LEAST = 1e-12  # below it a squared length or distance counts as this much
 
-Batch = tuple[Tensor, Tensor]
-"""Embeddings and labels, for reducers."""
+Batch = tuple[Tensor, Tensor]  # embeddings and labels, for reducers
+# of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch
 OfMixtures = Callable[[Any, Tensor, Tensor, float, Batch], Tensor]
-"""Of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch."""
 
 
 def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
@@ -185,8 +168,8 @@ def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
     if type(distance) is LpDistance and distance.normalize_embeddings and distance.p == 2:
         return (2 - 2 * s).clamp(min=_LEAST) ** (distance.power / 2)
     raise ConfigError(
-        f"mixtures are compared by their cosines, which do not tell {type(distance).__name__} of the wrapped loss; set "
-        "its distance to CosineSimilarity, or to LpDistance with normalize_embeddings=true and p=2"
+        f"distance of the wrapped loss: got {type(distance).__name__}, expected one of cosines: CosineSimilarity, or "
+        "LpDistance with normalize_embeddings=true and p=2."
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.base import BatchLabels
 from dmlbench.types import ConfigError, check_at_least
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -30,13 +30,9 @@ def log_inverse_density(distances: Tensor, size: int) -> Tensor:
 def drawn_by_distance(
     rows: Tensor, allowed: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
 ) -> Tensor:
-    """[B]: for each row one of those allowed, drawn with the weight 1 / q(d) of its distance d.
+    """[B]: for each of the unit vectors [B, D] one of those ``allowed`` [B, B], drawn with the weight 1 / q(d).
 
-    Args:
-        rows: [B, D] unit vectors, without gradient.
-        allowed: [B, B] booleans; a row without any draws index 0.
-        cutoff: smaller distances count as this one.
-        generator: on the device of the rows; None is torch's own.
+    A row without any draws index 0. Distances below ``cutoff`` count as it. The generator is on the rows' device.
     """
     distances = (2 - 2 * rows @ rows.T).clamp(min=0).sqrt().clamp(min=cutoff)
     log_weights = log_inverse_density(distances, rows.shape[1])
@@ -85,7 +81,7 @@ class DistanceWeighted(nn.Module):
     def __init__(self, *, cutoff: float = 0.5) -> None:
         super().__init__()
         if not 0 < cutoff < 2:
-            raise ConfigError(f"cutoff: got {cutoff}, expected a distance in (0, 2). The public code has 0.5.")
+            raise ConfigError(f"cutoff: got {cutoff}, expected a distance in (0, 2).")
         self.cutoff = cutoff
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
@@ -128,10 +124,7 @@ class SwitchedNegatives(nn.Module):
         batch_labels = BatchLabels.of(labels, embeddings.device)
         mined = self.miner(embeddings, batch_labels.wanted_by(self.miner))
         if len(mined) != 3:
-            raise ConfigError(
-                f"{type(self.miner).__name__} gives pairs, not triplets; switch the negatives of a miner of triplets, "
-                "such as DistanceWeighted"
-            )
+            raise ConfigError(f"{type(self.miner).__name__} gives pairs, expected triplets. Use DistanceWeighted.")
         anchor, positive, negative = mined
         if not len(anchor):
             return mined
@@ -149,7 +142,7 @@ class RandomPositiveHardestNegative(nn.Module):
     """One triplet for each image that has a positive: a random positive and the nearest negative beyond a floor.
 
     Negatives nearer than min(cutoff, largest distance within a class of the batch) count as that far; the first of
-    equally near ones is taken. None where all images are of one class.
+    equally near ones is taken. A batch of one class has none.
 
     Source: zbr17/AVSL fd2686e4, link_margin.yaml and link_avsl_margin.yaml, which take HardSelector of gedml 0.2.2
     (core/selectors/hard_selector.py).
@@ -165,7 +158,6 @@ class RandomPositiveHardestNegative(nn.Module):
 
     @torch.no_grad()
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
-        """Of a batch [B, D] with itself, labels [B]; none where all images are of one class."""
         _, class_of, sizes = labels.cpu().unique(return_inverse=True, return_counts=True)
         has_both = (sizes[class_of] > 1) & (len(sizes) > 1)
         labels, anchors = (to_device(x, embeddings.device) for x in (labels, has_both.nonzero()[:, 0]))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.types import check_at_least, check_positive
 
 

@@ -10,7 +10,7 @@ from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
 
-from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.base import BatchLabels
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
@@ -42,40 +42,35 @@ class Objective(nn.Module):
         mixing: Mixing = "convex",
     ) -> None:
         super().__init__()
-        for name, module in (regularizers or {}).items():
+        regularizers = regularizers or {}
+        for name, module in regularizers.items():
             if not isinstance(module, Regularizer):
-                raise ConfigError(f"regularizer '{name}' is a {type(module).__name__}, which is no Regularizer")
+                raise ConfigError(f"regularizer.{name}: got a {type(module).__name__}, expected a Regularizer.")
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
-                raise ConfigError(f"a regularizer cannot be called '{name}'; choose another name for it")
+                raise ConfigError(f"regularizer: got the name '{name}', expected another one.")
         plain = plain_loss(loss)
         if miner is not None and compares_with_classes(plain):
-            raise ConfigError(
-                f"{type(plain).__name__} compares images with one or more vectors of each class, while a miner "
-                f"({type(miner).__name__}) chooses pairs of images; set miner=null"
-            )
+            raise ConfigError(f"{type(plain).__name__} compares images with vectors of classes; set miner=null")
         looks_pairs_up_in_a_matrix = isinstance(plain, GenericPairLoss) and plain.loss_method == plain.mat_based_loss
         if isinstance(miner, SwitchedNegatives) and looks_pairs_up_in_a_matrix:
             raise ConfigError(
-                f"{type(plain).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes; "
-                "use a loss of triplets, such as margin_oodml, margin or triplet, or another miner"
+                f"{type(plain).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes. "
+                "Use a loss of triplets, such as margin_oodml, or another miner."
             )
         self.loss = loss
         self.miner = miner
-        self.regularizers = nn.ModuleDict(dict(regularizers or {}))
+        self.regularizers = nn.ModuleDict(dict(regularizers))
         self.mixing = mixing
-        total = sum(regularizer.weight for regularizer in (regularizers or {}).values())
+        total = sum(regularizer.weight for regularizer in regularizers.values())
         if mixing == "convex" and total >= 1:
             raise ConfigError(
-                f"the regularizers' weights sum to {total:g}, which leaves nothing to the loss; keep the sum below 1 "
-                "or set regularizer.mixing=add"
+                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower them or set "
+                "regularizer.mixing=add."
             )
-        momenta = {name: r.key_momentum for name, r in (regularizers or {}).items() if r.key_momentum is not None}
-        if len(set(momenta.values())) > 1:
-            raise ConfigError(
-                f"regularizers read keys of one copy of the network, but want it to follow with different momenta "
-                f"({', '.join(f'{name}: {momentum}' for name, momentum in momenta.items())}); set them to the same"
-            )
-        self.key_momentum = next(iter(momenta.values()), None)
+        momenta = {r.key_momentum for r in regularizers.values() if r.key_momentum is not None}
+        if len(momenta) > 1:
+            raise ConfigError(f"key_momentum: got {sorted(momenta)}, expected one momentum of all regularizers.")
+        self.key_momentum = next(iter(momenta), None)
         self._active: tuple[str, ...] = ()
 
     @property
@@ -84,11 +79,7 @@ class Objective(nn.Module):
         return {name: cast("Regularizer", module).requires for name, module in self.regularizers.items()}
 
     def forward(self, output: ModelOutput, labels: Tensor, *, step: int) -> dict[str, Tensor]:
-        """Value of every part and of the whole ("loss", what is differentiated) at training step ``step``.
-
-        Args:
-            labels: [B] classes in [0, num_classes), on the host; ``check_labels`` looks at those of a run once.
-        """
+        """Value of every part and of the whole ("loss", what is differentiated); labels [B] are on the host."""
         device = output.embedding.device.type
         if not torch.is_autocast_enabled(device):  # to leave it where it is off costs as much as a small operation
             return self._parts(output, BatchLabels.of(labels, output.embedding.device), step)
@@ -125,20 +116,16 @@ class Objective(nn.Module):
         return value
 
     def check_labels(self, labels: Tensor | IntArray) -> None:
-        """See that loss and regularizers have something for every class, before the first step.
-
-        Args:
-            labels: [N] of all images that will come.
-        """
+        """Check before the first step that loss and regularizers have parameters for all labels [N] of a run."""
         low, high = (int(x) for x in (labels.min(), labels.max()))
-        known = [("loss", type(self.loss).__name__, _num_classes(self.loss))]
+        known = {"loss": _num_classes(self.loss)}
         for name, module in self.regularizers.items():
-            known.append((f"regularizer.{name}", type(module).__name__, cast("Regularizer", module).num_classes))
-        for key, made, number in known:
+            known[f"regularizer.{name}"] = cast("Regularizer", module).num_classes
+        for key, number in known.items():
             if number is not None and (low < 0 or high >= number):
                 raise ConfigError(
-                    f"labels {low} to {high} are outside of the {number} classes (0 to {number - 1}) of {made}; set "
-                    f"{key}.num_classes to the number of training classes (${{runtime.num_classes}})"
+                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set it to the number of "
+                    "training classes, ${runtime.num_classes}."
                 )
 
     def _note(self, active: tuple[str, ...], step: int) -> None:

@@ -36,12 +36,10 @@ class PartDecorrelation(Regularizer):
         super().__init__(weight)
         check_at_least(1, hidden_size=hidden_size)
         size = check_parts(embedding_size)
-        self.regressors = nn.ModuleDict(
-            {
-                part: nn.Sequential(nn.Linear(size, hidden_size), nn.ReLU(), nn.Linear(hidden_size, size))
-                for part in PARTS[1:]
-            }
-        )
+        self.regressors = nn.ModuleDict()
+        for part in PARTS[1:]:
+            layers = nn.Linear(size, hidden_size), nn.ReLU(), nn.Linear(hidden_size, size)
+            self.regressors[part] = nn.Sequential(*layers)
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         parts = unit_parts(output.embedding)
@@ -59,11 +57,11 @@ class SelfSimilarity(Regularizer, Counters):
         mean_i -log (exp(q_i k_i / T) / (exp(q_i k_i / T) + sum_j exp(w_ij q_i m_j / T)))
 
     Weights w are constant shares of v_ij = 1 / q(d_ij) (``log_inverse_density``, d from ``nearest`` on, 0 beyond
-    ``farthest``): of a column's sum, over the batch, or of a row's, over the queue.
+    ``farthest``): of a column's sum, over the batch ("of_batch", as the public codes' experiments computed), or of a
+    row's, over the queue ("of_queue", what the first one's README calls fixed).
 
     The queue is empty at first, grows with each batch after the loss is taken, and then loses its oldest keys. The
-    public code fills it before the first step with embeddings by the initial network; once the queue is full, both hold
-    keys of the same kind. The code shuffles images before keys are made, which changes nothing in evaluation mode.
+    public code fills it before the first step with embeddings by the initial network.
 
     Source: Milbich et al., DiVA, ECCV 2020; Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049,
     criteria/fast_moco.py, and its README on ``--diva_fixed``; CompVis/Characterizing_Generalization_in_DML 0c70f0ec.

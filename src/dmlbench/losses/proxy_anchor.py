@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.proxy_cosines import loss_of_cosines
-from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import check_at_least, check_positive, check_share
 
 PositiveMean = Literal["classes", "images"]
@@ -25,7 +25,7 @@ class ProxyAnchor(WholeBatchLoss):
     With ``positive_mean="images"`` the first part is the mean over the batch's images of their classes' terms: a class
     with twice as many images counts twice.
 
-    Limits: a class that is all of the batch has no second term. A row of zeros, or a proxy, has the cosine 0 with all.
+    A class that is all of the batch has no second term. A row of zeros, or a proxy, has the cosine 0 with all.
 
     Source: Kim et al. 2020, eq. 4; tjddus9597/Proxy-Anchor-CVPR2020 51db5703, code/losses.py. Values, gradients and
     initial proxies are those of pytorch-metric-learning's ProxyAnchorLoss, which makes several copies of all proxies.
@@ -87,15 +87,7 @@ def _evaluate(
 
 
 def _positive_part(logits: Tensor, labels: Tensor, offset: float, by_class: bool) -> tuple[Tensor, Tensor]:
-    """The first sum, over the classes of the batch, and its slope, of each image's logit with its own class.
-
-    Args:
-        logits: [B] alpha s_by.
-        labels: [B].
-
-    Returns:
-        A scalar and [B].
-    """
+    """The first sum, over the classes of the batch, and its slope [B], of each image's logit alpha s_by [B]."""
     # Over pairs of images, because sums into bins of the classes have no fixed order on a GPU.
     same = labels[:, None] == labels[None, :]  # [B, B]
     exponents = offset - logits

@@ -21,9 +21,8 @@ def loss_of_cosines(x: Tensor, proxies: Tensor, evaluate: Evaluate) -> Tensor:
 
     Args:
         x: [B, D], unit vectors times a scale of the cosines.
-        proxies: [C, D] of any length.
         evaluate: gets the products x_b . p_c [B, C] and 1 / |p_c| [C]; returns the loss, and g_bc / |p_c| [B, C] in a
-            new tensor. It may write into the products, but must restore them. Gradients do not pass through it.
+            new tensor. It may write into the products, but must restore them.
     """
     return cast("Tensor", _LossOfCosines.apply(x, proxies, evaluate))
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.losses.proxy_cosines import loss_of_cosines
-from dmlbench.losses.whole_batch import WholeBatchLoss
 from dmlbench.types import check_at_least, check_positive
 
 
@@ -18,7 +18,7 @@ class ProxyNca(WholeBatchLoss):
     With unit vectors x and p_c and d^2 = |x - p_c|^2 = 2 - 2 cos:
     loss = mean over the batch of -log (exp(-scale d^2(x, p_y)) / sum over c of exp(-scale d^2(x, p_c))).
     With ``assignment_probability`` the sum holds the right class (ProxyNCA++'s "proxy assignment probability", eq. 4 to
-    6), else not (ProxyNCA, eq. 3, where the loss may be negative).
+    6), else not (ProxyNCA, eq. 3, where the loss may be negative). Proxies start from N(0, proxy_std^2).
 
     Source: Movshovitz-Attias et al. 2017; Teh et al. 2020, eq. 3-6; euwern/proxynca_pp 217233d2, loss.py, whose
     ``scale`` multiplies the vectors: 3 there is a softmax_scale of 9 here.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
 

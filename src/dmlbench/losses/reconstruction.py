@@ -65,7 +65,7 @@ class RecursiveRegularizer(Regularizer):
         super().__init__(weight)
         check_at_least(1, num_prototypes=num_prototypes, embedding_size=embedding_size)
         if not 0 < forgetting <= 1:
-            raise ConfigError(f"forgetting: got {forgetting}, expected a number in (0, 1]. 1 forgets nothing.")
+            raise ConfigError(f"forgetting: got {forgetting}, expected a number in (0, 1].")
         check_positive(ridge=ridge)
         self.forgetting = forgetting
         self.ridge = ridge
@@ -78,8 +78,8 @@ class RecursiveRegularizer(Regularizer):
         histogram, pooled = (output.side[name].to(output.embedding.dtype) for name in self.requires)
         if (histogram.shape[1], pooled.shape[1]) != self.cross.shape:
             raise ConfigError(
-                f"num_prototypes ({self.cross.shape[0]}) and embedding_size ({self.cross.shape[1]}) of the recursive "
-                f"prototypes differ from the pooling's ({histogram.shape[1]} and {pooled.shape[1]}); set them to those"
+                f"num_prototypes, embedding_size: got {tuple(self.cross.shape)}, expected the pooling's "
+                f"({histogram.shape[1]}, {pooled.shape[1]})."
             )
         z, y = histogram.to(self.gram.dtype), pooled.to(self.gram.dtype)
         gram = self.forgetting * self.gram + z.T @ z

@@ -35,7 +35,7 @@ class SimilaritySelfDistillation(Regularizer):
         mean_i dml_i(h_i(f)) + (g mean_i KL(e, h_i(f)) + g_f KL(e, f)) / weight
 
     so that the objective is (1 - weight) dml(e) + weight mean_i dml_i + g mean_i KL + g_f KL: with weight 0.5, mixed
-    convexly, that of paper and code. Each dml_i is a loss of its own, with boundaries or proxies of its own.
+    convexly, that of paper and code. ``make_objective`` makes dml_i, with its own boundaries or proxies, for a size.
 
     Source: Roth et al., Simultaneous Similarity-based Self-Distillation for Deep Metric Learning, ICML 2021; numbers
     as in the code (MLforHealth/S2SD 1ef26e4e, criteria/s2sd.py, parameters.py).
@@ -85,7 +85,6 @@ class SimilaritySelfDistillation(Regularizer):
             distances.append(similarity_distillation(rows, larger, temperature=self.temperature))
         distilled = self.distillation_weight * torch.stack(distances).mean()
         if self.count() >= self.feature_delay and self.feature_weight:
-            distilled = distilled + self.feature_weight * similarity_distillation(
-                rows, features, temperature=self.temperature
-            )
+            of_features = similarity_distillation(rows, features, temperature=self.temperature)
+            distilled = distilled + self.feature_weight * of_features
         return torch.stack(losses).mean() + distilled / self.weight

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.losses.whole_batch import WholeBatchLoss
+from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.types import check_at_least, check_positive
 
 Init = Literal["normal", "official"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.losses.batch_labels import BatchLabels
+from dmlbench.losses.base import BatchLabels
 from dmlbench.losses.counters import Counters
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
@@ -17,9 +17,12 @@ Placement = Literal["official", "ring"]
 class CrossBatchMemory(Counters):
     """Add to a loss of pairs or triplets the same loss between the batch and a memory of embeddings.
 
-    total = loss(batch, batch) + weight * loss(batch, memory). The memory is detached and holds the batch; an image is
-    not paired with its own row. ``observe`` fills the memory, once per training step before the loss. In evaluation
-    mode, and until the memory takes part, the value is that of the wrapped loss.
+    total = loss(batch, batch) + weight * loss(batch, memory). The memory is detached and holds the batch, normalized or
+    not; an image is not paired with its own row. ``observe`` fills the memory from step ``start_step + 1`` on, before
+    the loss. In evaluation mode, and until the memory takes part, the value is that of the wrapped loss.
+
+    The wrapped loss takes ``ref_emb`` and ``ref_labels``, as PML's losses of pairs and triplets do. ``memory_miner``, a
+    PML miner, chooses from the memory's part; losses of triplets want one where the memory is large.
 
     variant, when the memory takes part (s the step, from 1):
         paper: from s = start_step + 1 on, with what has been stored by then.
@@ -77,17 +80,10 @@ class CrossBatchMemory(Counters):
 
     @torch.no_grad()
     def observe(self, embeddings: Tensor, labels: Tensor, *, step: int) -> None:
-        """Store a batch.
-
-        Args:
-            step: number of this training step, from 1.
-        """
+        """Store a batch; ``step`` counts from 1."""
         batch = len(embeddings)
         if batch > self.memory_size:
-            raise ConfigError(
-                f"memory_size ({self.memory_size}) of the cross-batch memory is smaller than the batch ({batch}); "
-                "raise it to some batches, or lower the sampler's batch"
-            )
+            raise ConfigError(f"memory_size: got {self.memory_size}, expected at least the batch size ({batch}).")
         if step <= self.start_step:
             return
         start, filled = self.count_of("pointer"), self.count_of("filled")
@@ -121,9 +117,8 @@ class CrossBatchMemory(Counters):
         filled = self.count_of("filled")
         rows, memory_labels = self.rows[:filled], self.labels[:filled]  # [F, D], [F]
         if self.memory_miner is not None:
-            pairs = _without_own(
-                self.memory_miner(embeddings, batch_labels.wanted_by(self.memory_miner), rows, memory_labels), own
-            )
+            mined = self.memory_miner(embeddings, batch_labels.wanted_by(self.memory_miner), rows, memory_labels)
+            pairs = _without_own(mined, own)
         else:
             positive = torch.empty(len(own), len(rows), dtype=torch.int8, device=own.device)  # [B, F]
             # Of 32 bits into bytes: on a CPU several times faster than of 64 bits into booleans.
@@ -148,9 +143,7 @@ def _without_own(indices: tuple[Tensor, ...], own: Tensor) -> tuple[Tensor, ...]
     """Drop the pairs and triplets whose positive is the anchor's own row."""
     anchor, positive, *rest = indices
     keep = positive != own[anchor]
-    if len(indices) == 3:
-        return anchor[keep], positive[keep], rest[0][keep]
-    return anchor[keep], positive[keep], *rest
+    return anchor[keep], positive[keep], *([rest[0][keep]] if len(rest) == 1 else rest)
 
 
 def _require_references(loss: nn.Module, embedding_size: int) -> None:
@@ -163,6 +156,6 @@ def _require_references(loss: nn.Module, embedding_size: int) -> None:
             loss(rows, labels, pairs, ref_emb=rows.clone(), ref_labels=labels.clone())
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{type(loss).__name__} cannot compare a batch with a memory ({error}); wrap a loss of pairs or triplets, "
-            "such as contrastive_c1 or multi_similarity, and use losses with proxies without cross-batch memory"
+            f"{type(loss).__name__} cannot compare a batch with a memory ({error}). Wrap a loss of pairs or triplets, "
+            "such as contrastive_c1."
         ) from error

@@ -1,6 +1,5 @@
 """Zero-shot regularization (ZSR): what predicts labels from prototype histograms must serve other classes, too."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,12 +33,8 @@ def zero_shot_loss(
         batch:   mean of l_i over both halves
         halves:  mean of l_i over b_1  +  mean of l_i over b_2
 
-    Args:
-        histogram: z [B, m].
-        labels: y [B] in [0, C).
-        label_embeddings: v [C, D].
-        halves: b_1 and b_2; they may be of different size and need not cover the batch.
-        reduction: "batch" (algorithm 4 and the authors' code) or "halves" (equation 4.4).
+    for histograms z [B, m], labels y [B], label embeddings v [C, D] and halves b_1 and b_2 of any sizes. "batch" is
+    algorithm 4 and the authors' code, "halves" equation 4.4.
 
     Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023: problem P3, equation 4.4 (whose
     "1 +" counts j = y_i a second time and is left out, as in the authors' code) and algorithm 4.
@@ -57,10 +52,9 @@ def zero_shot_loss(
 class ZeroShotRegularizer(Regularizer):
     """Mean of ``zero_shot_loss`` over class-disjoint halves of the batch, 0 for a batch of one class.
 
-    The label embeddings are parameters apart from a loss's proxies and start from N(0, 2 / num_classes). The authors'
-    code takes even and odd rows as halves: random ones on CUB, Cars196, SOP and In-shop, whose sampler shuffles the
-    classes, and always even against odd super-classes on collages of CIFAR-100. ``halves`` gives both for any order of
-    rows.
+    The label embeddings start from N(0, 2 / num_classes). The authors' code takes even and odd rows as halves: random
+    classes on CUB, Cars196, SOP and In-shop, whose sampler shuffles them, and always even against odd super-classes on
+    collages of CIFAR-100. ``halves`` gives both for any order of rows.
 
     Source: as of ``zero_shot_loss``; scale and start of the label embeddings from the authors' code
     (yetigurbuz/generalized-sum-pooling b765b889, zsr_loss.py; samplers.py and cifar_collage.py have the order of rows).
@@ -93,10 +87,10 @@ class ZeroShotRegularizer(Regularizer):
         nn.init.kaiming_normal_(self.label_embeddings, mode="fan_out")
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
-        return self.loss(output.side["histogram"].to(output.embedding.dtype), labels, self.splits(labels))
-
-    def loss(self, histogram: Tensor, labels: Tensor, splits: Sequence[Halves]) -> Tensor:
-        """The regularizer for given splits; 0, with zero gradients, for none."""
+        histogram = output.side["histogram"].to(output.embedding.dtype)
         settings: Any = {"ridge": self.ridge, "softmax_scale": self.softmax_scale, "reduction": self.reduction}
-        values = [zero_shot_loss(histogram, labels, self.label_embeddings, halves, **settings) for halves in splits]
+        values = [
+            zero_shot_loss(histogram, labels, self.label_embeddings, halves, **settings)
+            for halves in self.splits(labels)
+        ]
         return torch.stack(values).mean() if values else 0.0 * histogram.sum()

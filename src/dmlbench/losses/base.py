@@ -1,11 +1,12 @@
-"""A batch's labels on the device and on the host."""
+"""What losses share: a batch's labels on the device and on the host, and losses that take no pairs."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmlbench.device_copies import to_device
+from dmlbench.types import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,5 +26,17 @@ class BatchLabels:
         return cls(to_device(labels, device), labels.cpu())
 
     def wanted_by(self, component: object) -> Tensor:
-        """The labels where a loss, miner or regularizer declares to want them."""
         return self.on_host if getattr(component, "labels_on_host", False) else self.on_device
+
+
+class WholeBatchLoss(nn.Module):
+    """A loss that takes no pairs; subclasses implement ``of_batch``."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
+        if indices_tuple is not None:
+            raise ConfigError(f"{type(self).__name__} compares the whole batch and takes no pairs; set miner=null")
+        return self.of_batch(embeddings, labels)
+
+    def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        raise NotImplementedError
