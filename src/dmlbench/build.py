@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
@@ -16,9 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dmlbench.components import check_periods, component, declared, imported, parameters_of
-from dmlbench.data.batches.loaders import TrainBatches
+from dmlbench.data.batches.loaders import EvalBatches, Inputs, TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
-from dmlbench.data.images.image_cache import cached_images
+from dmlbench.data.images.feature_cache import FeatureCache, FeatureCacheSettings, FeatureView, complete_cache
+from dmlbench.data.images.image_cache import cached_images, stamp_of
 from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
@@ -27,15 +30,19 @@ from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
 from dmlbench.identity import config_sha256, contents, run_sha256
 from dmlbench.losses.objective import Objective, plain_loss
+from dmlbench.models.backbones import ALL, StoredMaps
 from dmlbench.models.borrowed_distances import BorrowedDistance
 from dmlbench.models.head import Head
-from dmlbench.models.net import MetricModel, make_model, pooled_channels
-from dmlbench.runtime import derive_seed, seed_everything
+from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
+from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
-from dmlbench.types import ConfigError, ImageTable, flatten
+from dmlbench.types import ConfigError, ImageTable, IntArray, flatten
+
+_CACHE_BATCH = 64
+"""Images that a feature cache is built from at once; another number would move features by rounding."""
 
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
@@ -116,11 +123,98 @@ def build_model(cfg: DictConfig) -> MetricModel:
     pooling = component(cfg.pooling)
     given["in_features"] = pooled_channels(backbone, pooling)
     OmegaConf.update(cfg, "runtime.num_features", given["in_features"])
-    if pooling is not None and "out_features" in cfg.head:
+    if pooling is not None and cfg.head.get("out_features") is not None:
         given["out_features"] = pooling.input_width(cfg.head.out_features)
     model = make_model(backbone, pooling, _head(cfg, given))
     OmegaConf.update(cfg, "runtime.embedding_size", model.embedding_size)
     return model
+
+
+def use_feature_cache(
+    cfg: DictConfig,
+    data: Data,
+    model: MetricModel,
+    open_images: Callable[[Any], Images],
+    device: torch.device,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> FeatureCache | None:
+    """Let the model take records of a feature cache in place of images; builds the cache if it is missing."""
+    settings: FeatureCacheSettings | None = component(cfg.feature_cache)
+    if settings is None:
+        return None
+    backbone = model.backbone
+    if backbone.frozen_until is None or (settings.level == "pooled" and backbone.frozen_until != ALL):
+        expected = "all" if settings.level == "pooled" else "a stage or all"
+        raise ConfigError(
+            f"backbone.frozen_until: got {backbone.frozen_until}, expected {expected} with "
+            f"feature_cache.level={settings.level}. Set it, or feature_cache=null."
+        )
+    if settings.level == "pooled" and not isinstance(model, PooledModel):
+        raise ConfigError(f"feature_cache.level: got pooled, but {cfg.head._target_} pools by itself. Set maps.")
+    if settings.level == "maps" and model.pooling is not None and model.pooling.needs == "native":
+        raise ConfigError("feature_cache.level: got maps, but the pooling is the backbone's own. Set pooled.")
+    precision = cfg.fit.precision
+    train_rows = np.flatnonzero(data.table.role == "train")
+    if not np.isin(data.split.train, train_rows).all():
+        train_rows = np.arange(len(data.table))
+    spec: list[StoredMaps] = []
+
+    @torch.no_grad()
+    def records_of(images: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        memory_format = torch.channels_last if cfg.fit.channels_last else torch.contiguous_format
+        with autocast(device, precision):
+            images = images.to(device).contiguous(memory_format=memory_format)
+            if settings.level == "pooled":
+                assert isinstance(model, PooledModel)
+                return model.pooled_features(images)[:, :, None, None]
+            outputs = backbone.frozen_outputs(images)
+        stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (images.shape[2], images.shape[3]))
+        if stored not in spec and spec:
+            raise ConfigError(
+                f"feature_cache: images of {images.shape[2:]} and {spec[0].image_size} pixels. Crop alike."
+            )
+        spec.append(stored)
+        return stored.pack(outputs)
+
+    height, width = cfg.runtime.image_size
+    record_size = records_of(torch.zeros(1, 3, height, width, dtype=torch.uint8)).shape[1]
+    node: Any = OmegaConf.to_container(cfg.backbone, resolve=True)
+    digest = hashlib.sha256()
+    for tensor in backbone.frozen_state():
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    content = {
+        "fingerprint": data.table.fingerprint,
+        "files": None if data.table.pixels is not None else stamp_of(data.table),
+        "backbone": {key: node[key] for key in node.keys() - {"weights_file", "pretrained", "batch_norm"}},
+        "weights": digest.hexdigest(),
+        "pooling": OmegaConf.to_container(cfg.pooling, resolve=True) if settings.level == "pooled" else None,
+        "transform": OmegaConf.to_container(cfg.transform, resolve=True),
+        "feature_cache": dataclasses.asdict(settings),
+        "precision": precision,
+        "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),
+    }
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    name = f"{data.table.name}-{settings.level}-{backbone.frozen_until}-{key}.features"
+    cache = FeatureCache(Path(cfg.paths.cache_dir) / name, len(data.table), train_rows, settings, record_size)
+
+    def records(positions: IntArray) -> Iterator[torch.Tensor]:
+        views = positions >= len(data.table)
+        for part, transform in ((positions[~views], cfg.transform.eval), (positions[views], cfg.transform.train)):
+            rows, seeds = cache.source_of(part)
+            batches = EvalBatches(
+                data.table, rows, images=open_images(transform) if len(rows) else [], transform=component(transform),
+                batch_size=_CACHE_BATCH, device=device, num_workers=cfg.num_workers, seeds=seeds,
+            )  # fmt: skip
+            yield from (records_of(batch.images) for batch in batches)
+
+    complete_cache(cache, content, records, progress=sys.stderr.isatty(), check=check, name=data.table.name)
+    if settings.level == "pooled":
+        model.stored_pooled = True
+    else:
+        backbone.stored = spec[0]
+    return cache
 
 
 def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDistance | None:
@@ -220,7 +314,7 @@ def build_optimizer(
 
 
 def build_train_batches(
-    cfg: DictConfig, data: Data, images: ImageSource | torch.Tensor, *, seed: int, device: torch.device,
+    cfg: DictConfig, data: Data, images: Inputs, *, seed: int, device: torch.device,
     second_views: bool = False,
 ) -> TrainBatches:  # fmt: skip
     """The endless training batches of a run."""
@@ -272,17 +366,29 @@ def make_setup(
     """
     data = build_data(cfg)
     open_images = image_opener(cfg, data.table, device, check=check)
-    images = open_images(cfg.transform.eval)
+    if cfg.feature_cache is None:
+        open_images(cfg.transform.eval)  # an image cache that has to be filled must not move the initial weights
     before_model(data, open_images)
     model = build_model(cfg)
     rerank = build_rerank(cfg, model)
     settings = component(cfg.fit)
     move(model, device, channels_last=settings.channels_last)
+    cache = use_feature_cache(cfg, data, model, open_images, device, check=check)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(
-        data, images, component(cfg.transform.eval), model, rerank, settings, component(cfg.evaluation), choices,
-        device, cfg.eval_batch_size, cfg.num_workers,
-    )  # fmt: skip
+        data=data,
+        images=open_images(cfg.transform.eval) if cache is None else FeatureView(cache, random=False),
+        open_images=functools.partial(open_images, cfg.transform.eval),
+        transform=component(cfg.transform.eval),
+        model=model,
+        rerank=rerank,
+        settings=settings,
+        spec=component(cfg.evaluation),
+        choices=choices,
+        device=device,
+        eval_batch_size=cfg.eval_batch_size,
+        num_workers=cfg.num_workers,
+    )
 
 
 def make_experiment(
@@ -306,13 +412,16 @@ def make_experiment(
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
-    opened: list[Images] = []
+    opened: list[Inputs] = []
 
     def before_model(data: Data, open_images: Callable[[Any], Images]) -> None:
-        opened.append(open_images(cfg.transform.train))
-        seed_everything(seed)  # now: an image cache that has to be filled must not move the initial weights
+        if cfg.feature_cache is None:
+            opened.append(open_images(cfg.transform.train))
+        seed_everything(seed)
 
     setup = make_setup(cfg, device, before_model=before_model, check=check)
+    if isinstance(setup.images, FeatureView):
+        opened.append(dataclasses.replace(setup.images, random=True))
     objective = build_objective(cfg, setup.model).to(device)
     objective.check_labels(setup.data.class_index[setup.data.table.labels[setup.data.split.train]])
     setup = dataclasses.replace(setup, settings=build_fit_settings(cfg, plan))

@@ -13,19 +13,21 @@ from torch.optim import Optimizer
 
 from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
 from dmlbench.data.batches.transforms import Transform
+from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.data.protocols import Protocol
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
-from dmlbench.models.net import MetricModel
+from dmlbench.models.closed_form import Moments
+from dmlbench.models.net import MetricModel, PooledModel
 from dmlbench.runtime import autocast
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
 from dmlbench.training.stage_plan import Plan
-from dmlbench.types import EmbeddingSet, ImageTable, IntArray, RetrievalSet, Split
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, Split
 
 Images = ImageSource | torch.Tensor
 
@@ -44,7 +46,8 @@ class Setup:
     """Data, model and evaluation, shared by training and applications.
 
     Attributes:
-        images: opened for ``transform``, which has no augmentation.
+        images: what batches for evaluation read: opened for ``transform``, or features of the cache.
+        open_images: opens the images themselves.
         rerank: distance that reranks the first neighbors of the test, or None.
         choices: the chosen option of each group.
         eval_batch_size: images embedded at once; another number moves embeddings by about 1e-6.
@@ -52,7 +55,8 @@ class Setup:
     """
 
     data: Data
-    images: Images
+    images: Images | FeatureView
+    open_images: Callable[[], Images]
     transform: Transform
     model: MetricModel
     rerank: BaseDistance | None
@@ -115,11 +119,38 @@ class Setup:
         """A few queries of the sets and the images nearest to them, as evaluation sees them: [H, W, 3]."""
 
         def images(rows: IntArray) -> NDArray[np.uint8]:
-            batches = replace(self, num_workers=0).batches(rows)
+            batches = replace(self, num_workers=0, images=self.open_images()).batches(rows)
             return torch.cat([batch.images.cpu() for batch in batches]).permute(0, 2, 3, 1).numpy()
 
         found = nearest_images(queries, gallery, distance=self.model.distance, tile_bytes=self.spec.tile_bytes)
         return draw_nearest(*found, images)
+
+    @torch.no_grad()
+    def fit_head(self) -> None:
+        """Fit a closed-form head to the training images, as evaluation sees them."""
+        model = self.model
+        if not isinstance(model, PooledModel) or model.projection.closed_form is None:
+            return
+        moments = Moments(model.projection.in_features, int(self.data.class_index.max()) + 1)
+        inputs: list[torch.Tensor] = []
+        hook = model.projection.register_forward_hook(lambda _, given, output: inputs.append(given[0]))
+        try:
+            model.eval()
+            for batch in self.batches(self.data.split.train):
+                with autocast(self.device, self.settings.precision):
+                    model(batch.images.to(self.device))
+                (rows,) = inputs
+                if rows.ndim != 2:
+                    raise ConfigError(
+                        f"head.init={model.projection.closed_form} needs pooled features, but "
+                        f"{type(model.pooling).__name__} projects before it pools. Choose another pooling, such as gap."
+                    )
+                labels = torch.from_numpy(self.data.class_index)[batch.labels]
+                moments.add(model.projection.normalized(rows.to(model.projection.weight.dtype)), labels)
+                inputs.clear()
+        finally:
+            hook.remove()
+        model.projection.fit(moments)
 
     def _embed(
         self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor]

@@ -193,6 +193,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
             for logger in experiment.loggers:
                 logger.start(progress.step)
         else:
+            if not (run_dir / LAST).exists():
+                setup.fit_head()
             progress = fit(
                 model, experiment.objective, experiment.batches, validate if data.split.val else None,
                 experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,

@@ -45,7 +45,7 @@ def test_default_distance_is_euclidean_between_normalized_embeddings() -> None:
 def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
     for pooling in (Gap(), Gem(), Gsp(6, 4, memory_rows=8)):
         model = build(pooling)
-        model.backbone.freeze_batch_norm("all")
+        model.backbone.freeze("all")
         groups = model.parameter_groups()
         assert list(groups) == ["backbone", "pooling", "head", "distance"]
         listed = [pair for group in groups.values() for pair in group]

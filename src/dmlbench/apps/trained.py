@@ -96,8 +96,9 @@ def config_with_weights(run_dir: Path) -> DictConfig:
 
 
 def without_pretrained(config: DictConfig) -> DictConfig:
-    """A copy whose network begins with random weights, for one that gets those of a run."""
+    """A copy whose network takes images and begins with random weights, for one that gets those of a run."""
     config = copy.deepcopy(config)
+    config.feature_cache = None
     for key, value in (("pretrained", False), ("weights_file", None)):
         if key in config.backbone:
             config.backbone[key] = value

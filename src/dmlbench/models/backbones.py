@@ -1,6 +1,8 @@
 """Backbones: images to feature maps, and the networks of timm."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -13,6 +15,46 @@ from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError, check_choice, closest
 
 BatchNormFreezing = Literal["none", "stats", "all"]
+ALL = "all"
+"""The name for ``frozen_until`` that freezes the whole backbone."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a backbone's forward pass, its modules, and parameters that are in none of them."""
+
+    run: Callable[[Tensor], Tensor]
+    modules: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter] = ()
+
+
+@dataclass(frozen=True)
+class StoredMaps:
+    """What stands in a record of a feature cache in place of an image.
+
+    Attributes:
+        shapes: of each stored tensor without the batch: [C, H, W] of maps (stored with the channels last), [N, C] of
+            tokens.
+        image_size: height and width of the images that they were computed from.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    image_size: tuple[int, int]
+
+    def pack(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Records [B, F, 1, 1] of the tensors."""
+        parts = [x.permute(0, 2, 3, 1) if x.ndim == 4 else x for x in outputs]
+        return torch.cat([x.flatten(1) for x in parts], dim=1)[:, :, None, None]
+
+    def unpack(self, records: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of records [B, F, 1, 1]."""
+        parts = records.flatten(1).split([math.prod(shape) for shape in self.shapes], dim=1)
+        outputs = []
+        for part, shape in zip(parts, self.shapes, strict=True):
+            is_map = len(shape) == 3
+            x = part.unflatten(1, (*shape[1:], shape[0]) if is_map else shape)
+            outputs.append(x.permute(0, 3, 1, 2) if is_map else x)
+        return tuple(outputs)
 
 
 class Backbone(nn.Module):
@@ -28,12 +70,17 @@ class Backbone(nn.Module):
     ``all`` fixes scale and shift, too (``trainable = False`` in Keras, hence the GSP framework).
     The choice outlasts every later ``train()`` of this module or of one that holds it.
 
+    ``frozen_until`` freezes the stages up to the named one ("all": the whole network): they stay in evaluation mode and
+    have no gradient. ``batch_norm`` then applies to the rest.
+
     ``native(images)`` is the vector of the pooling that the network was trained with (class token, attention pooling;
     the average where no other is known).
 
     Attributes:
         channels: channels of the maps that ``forward`` returns.
         native_channels: width of the vector that ``native`` returns.
+        frozen_until: the last frozen stage, "all" or None.
+        stored: layout of the records that ``maps_of`` takes in place of images; None takes images.
         weights_license: of the published weights that ``pretrained`` loads, as hubs call it.
     """
 
@@ -68,6 +115,8 @@ class Backbone(nn.Module):
         self._bgr = bgr
         self._value_range = value_range
         self._batch_norm: BatchNormFreezing = "none"
+        self.frozen_until: str | None = None
+        self.stored: StoredMaps | None = None
         # Not part of the weights: a public weights file has no such entries.
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(3, 1, 1), persistent=False)
@@ -112,13 +161,60 @@ class Backbone(nn.Module):
             "std": self.std.flatten().tolist(),
         }
 
-    def freeze_batch_norm(self, batch_norm: BatchNormFreezing) -> None:
-        """Freeze nothing, statistics, or statistics and affine parameters of every batch norm (see the class)."""
+    def stages(self) -> Mapping[str, Stage]:
+        """The steps of ``forward`` by name, in order; empty where the network cannot be cut."""
+        return {}
+
+    def maps_of(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Maps of images [B, 3, H, W], or of records of a feature cache where ``stored`` is set."""
+        if self.stored is None:
+            return self(self.preprocess(inputs))
+        return self.finish(self.stored.unpack(inputs.to(self.mean.dtype)), self.stored.image_size)
+
+    def frozen_outputs(self, images: Tensor) -> tuple[Tensor, ...]:
+        """What the frozen part makes of images: all maps if it is the whole network, else one tensor."""
+        if self.frozen_until == ALL:
+            return self(self.preprocess(images))
+        x = self.preprocess(images)
+        for name, stage in self.stages().items():
+            x = stage.run(x)
+            if name == self.frozen_until:
+                break
+        return (x,)
+
+    def finish(self, outputs: tuple[Tensor, ...], image_size: tuple[int, int]) -> tuple[Tensor, ...]:
+        """Maps from what ``frozen_outputs`` returned for images of a size."""
+        if self.frozen_until == ALL:
+            return outputs
+        (x,) = outputs
+        for stage in list(self.stages().values())[len(self._frozen_stages()) :]:
+            x = stage.run(x)
+        return (self.as_map(x, image_size),)
+
+    def as_map(self, x: Tensor, image_size: Sequence[int]) -> Tensor:
+        """The map [B, C, H, W] that the last stage's output stands for."""
+        return x
+
+    def frozen_state(self) -> list[Tensor]:
+        """Parameters and buffers of the frozen part."""
+        tensors = [x for module in self._frozen_modules() for x in module.state_dict().values()]
+        return [*tensors, *(p.detach() for stage in self._frozen_stages() for p in stage.parameters)]
+
+    def freeze(self, batch_norm: BatchNormFreezing, frozen_until: str | None = None) -> None:
+        """Freeze batch norm's statistics or all of it, and the stages up to ``frozen_until`` (see the class)."""
         check_choice("batch_norm", batch_norm, get_args(BatchNormFreezing))
         self._batch_norm = batch_norm
         for layer in self._batch_norms():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(batch_norm != "all")
+        if frozen_until not in (None, ALL):
+            self._check_stage(str(frozen_until))
+        self.frozen_until = frozen_until
+        for module in self._frozen_modules():
+            module.requires_grad_(False)
+        for stage in self._frozen_stages():
+            for parameter in stage.parameters:
+                parameter.requires_grad_(False)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "Backbone":
@@ -126,10 +222,31 @@ class Backbone(nn.Module):
         if self._batch_norm != "none":
             for layer in self._batch_norms():
                 layer.eval()
+        for module in self._frozen_modules():
+            if module is not self:
+                module.eval()
         return self
 
     def _batch_norms(self) -> list[_BatchNorm]:
         return [module for module in self.modules() if isinstance(module, _BatchNorm)]
+
+    def _frozen_stages(self) -> list[Stage]:
+        if self.frozen_until in (None, ALL):
+            return []
+        stages = self.stages()
+        return [stages[name] for name in list(stages)[: list(stages).index(self.frozen_until) + 1]]
+
+    def _frozen_modules(self) -> list[nn.Module]:
+        if self.frozen_until == ALL:
+            return [self, *self.children()]
+        return [module for stage in self._frozen_stages() for module in stage.modules]
+
+    def _check_stage(self, name: str) -> None:
+        stages = list(self.stages())
+        if name not in stages[:-1]:
+            raise ConfigError(f"frozen_until: {closest(name, [*stages[:-1], ALL])}, got '{name}'.")
+        if len(self.channels) > 1:
+            raise ConfigError(f"frozen_until: got {name} for maps of several levels, expected {ALL} or null.")
 
 
 def select_levels(out_levels: Sequence[int], count: int) -> tuple[int, ...]:
@@ -160,6 +277,7 @@ class TimmBackbone(Backbone):
         out_indices: Sequence[int] | None = None,
         image_size: int | Sequence[int] | None = None,
         pad_images: bool = False,
+        frozen_until: str | None = None,
     ) -> None:
         """
         Args:
@@ -172,6 +290,7 @@ class TimmBackbone(Backbone):
             image_size: side, or height and width, that position embeddings are resampled to once. None: as the weights
                 have them. ViT, DINOv2, CLIP, EVA and Swin take other sizes as well, resampling in every step.
             pad_images: pad images at the bottom and the right with the mean color, up to whole patches.
+            frozen_until: of CNNs a stage or block such as ``layer3`` or ``blocks.4``, of ViTs ``blocks.<i>``, or "all".
         """
         model = _create(name, pretrained=pretrained and weights_file is None)
         channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
@@ -186,13 +305,13 @@ class TimmBackbone(Backbone):
         if image_size is not None:
             # After the weights: a file has the position embeddings of the size that it was trained on.
             set_image_size(model, image_size, name=name, pad=pad_images)
-        self.freeze_batch_norm(batch_norm)
+        self.freeze(batch_norm, frozen_until)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         if self._out_indices is None:
             output = self.model.forward_features(images)
-            maps = (as_map(output, name=self._name, model=self.model, size=images.shape[2:]),)
+            maps = (self.as_map(output, images.shape[2:]),)
         else:
             # What follows the last stage that is asked for is not computed.
             options = {"norm": True, "stop_early": True, "intermediates_only": True, "output_fmt": "NCHW"}
@@ -205,6 +324,50 @@ class TimmBackbone(Backbone):
                 )
         return maps
 
+    def as_map(self, x: Tensor, image_size: Sequence[int]) -> Tensor:
+        return as_map(x, name=self._name, model=self.model, size=image_size)
+
+    def stages(self) -> Mapping[str, Stage]:
+        if self._out_indices is not None:
+            return {}
+        from timm.models import VisionTransformer  # here, as it takes a second or two to import
+
+        model: Any = self.model
+        if isinstance(model, VisionTransformer):
+
+            def embed(images: Tensor) -> Tensor:
+                images = fit_images(images, name=self._name, model=model, pad=self._pad_images)
+                x: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+                return x
+
+            layers = [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
+            found = {"patch_embed": Stage(embed, layers, list(model.parameters(recurse=False)))}
+            layout = (("blocks",), ("norm",))
+        else:
+            found = {}
+            layout = next((x for x in _LAYOUTS if all(hasattr(model, name) for group in x for name in group)), ())
+        for names in layout:
+            modules = [getattr(model, name) for name in names]
+            if names in (("blocks",), ("stages",)):
+                found |= {f"{names[0]}.{i}": Stage(block, [block]) for i, block in enumerate(modules[0])}
+            else:
+                found[names[0]] = Stage(nn.Sequential(*modules), modules)
+        return found
+
+    @torch.no_grad()
+    def _check_stage(self, name: str) -> None:
+        super()._check_stage(name)
+        side = max(self.model.pretrained_cfg["input_size"][1:])
+        images = torch.linspace(-1, 1, 3 * side * side).view(1, 3, side, side)
+        x, was_training = images, self.training
+        self.eval()
+        for stage in self.stages().values():
+            x = stage.run(x)
+        same = torch.equal(self.as_map(x, images.shape[2:]), self(images)[-1])
+        self.train(was_training)
+        if not same:
+            raise ConfigError(f"frozen_until: got {name}, but '{self._name}' is no plain sequence. Use {ALL} or null.")
+
     def native(self, images: Tensor) -> Tensor:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         vector = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
@@ -214,6 +377,14 @@ class TimmBackbone(Backbone):
                 f"instead of one vector of {self.native_channels} per image; choose another pooling than native"
             )
         return vector
+
+
+_LAYOUTS = (  # layers of timm's CNNs in the order of their forward pass, those of one stage together
+    (("conv_stem", "bn1"), ("blocks",), ("conv_head", "bn2")),  # EfficientNet
+    (("conv1", "bn1", "act1", "maxpool"), ("layer1",), ("layer2",), ("layer3",), ("layer4",)),  # ResNet
+    (("stem",), ("stages",), ("norm_pre",)),  # ConvNeXt
+    (("stem",), ("stages",), ("final_conv",)),  # NFNet
+)
 
 
 def _create(name: str, *, pretrained: bool) -> Any:

@@ -1,13 +1,14 @@
 """BN-Inception, the backbone of most published metric learning results."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.backbones import Backbone, BatchNormFreezing, select_levels
+from dmlbench.models.backbones import Backbone, BatchNormFreezing, Stage, select_levels
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError
 
@@ -69,6 +70,7 @@ class BNInception(Backbone):
         pretrained: bool,
         weights_file: str | None = None,
         batch_norm: BatchNormFreezing = "none",
+        frozen_until: str | None = None,
         out_levels: Sequence[int] = (2,),
     ) -> None:
         if pretrained and weights_file is None:
@@ -89,7 +91,7 @@ class BNInception(Backbone):
             channels = block.out_channels(channels)
         if weights_file is not None:
             load_weights(self, weights_file, ignore=("last_linear.",))
-        self.freeze_batch_norm(batch_norm)
+        self.freeze(batch_norm, frozen_until)
 
     def _add(self, name: str, in_channels: int, out_channels: int, *, kernel: int = 1, stride: int = 1) -> None:
         self.add_module(name, nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2))
@@ -127,13 +129,26 @@ class BNInception(Backbone):
         return torch.cat(branches, dim=1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x = _max_pool(self._apply_layers(images, "conv1_7x7_s2"), 2)
-        x = _max_pool(self._apply_layers(x, "conv2_3x3_reduce", "conv2_3x3"), 2)  # [B, 192, H/8, W/8]
-        maps = []
-        for block in _BLOCKS:
-            x = self._apply_block(block, x)
-            if block.name in self._wanted:
+        x, maps = images, []
+        for name, stage in self.stages().items():
+            x = stage.run(x)
+            if name.removeprefix("inception_") in self._wanted:
                 maps.append(x)
+        return tuple(maps)
+
+    def stages(self) -> Mapping[str, Stage]:
+        found = {
+            "conv1": Stage(lambda x: _max_pool(self._apply_layers(x, "conv1_7x7_s2"), 2), self._layers("conv1_")),
+            "conv2": Stage(  # to [B, 192, H/8, W/8]
+                lambda x: _max_pool(self._apply_layers(x, "conv2_3x3_reduce", "conv2_3x3"), 2), self._layers("conv2_")
+            ),
+        }
+        for block in _BLOCKS:
+            name = f"inception_{block.name}"
+            found[name] = Stage(functools.partial(self._apply_block, block), self._layers(f"{name}_"))
             if block.name == self._wanted[-1]:
                 break
-        return tuple(maps)
+        return found
+
+    def _layers(self, prefix: str) -> list[nn.Module]:
+        return [module for name, module in self.named_children() if name.startswith(prefix)]

@@ -46,6 +46,7 @@ class EfficientNetLite(TimmBackbone):
         pretrained: bool,
         weights_file: str | None = None,
         batch_norm: BatchNormFreezing = "none",
+        frozen_until: str | None = None,
         out_indices: Sequence[int] | None = None,
     ) -> None:
         if variant not in WEIGHTS:
@@ -55,8 +56,9 @@ class EfficientNetLite(TimmBackbone):
         if weights_file is None and pretrained:
             weights_file = str(packaged_weights(variant))
         super().__init__(
-            f"tf_efficientnet_lite{variant}", pretrained=False, batch_norm=batch_norm, out_indices=out_indices
-        )
+            f"tf_efficientnet_lite{variant}", pretrained=False, batch_norm=batch_norm, frozen_until=frozen_until,
+            out_indices=out_indices,
+        )  # fmt: skip
         if weights_file is not None:
             load_weights(self.model, weights_file, ignore=("_fc.",), names=public_names(list(self.model.state_dict())))
 

@@ -1,11 +1,12 @@
 """GoogLeNet (Inception v1) as torchvision has it."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torchvision.models import GoogLeNet_Weights, googlenet
 
-from dmlbench.models.backbones import Backbone, BatchNormFreezing
+from dmlbench.models.backbones import Backbone, BatchNormFreezing, Stage
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError
 
@@ -18,7 +19,12 @@ class GoogLeNet(Backbone):
     """
 
     def __init__(
-        self, *, pretrained: bool, weights_file: str | None = None, batch_norm: BatchNormFreezing = "none"
+        self,
+        *,
+        pretrained: bool,
+        weights_file: str | None = None,
+        batch_norm: BatchNormFreezing = "none",
+        frozen_until: str | None = None,
     ) -> None:
         super().__init__((1024,), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
         weights = GoogLeNet_Weights.IMAGENET1K_V1
@@ -37,7 +43,10 @@ class GoogLeNet(Backbone):
         self.layers = nn.Sequential(OrderedDict((name, x) for name, x in layers.items() if name not in classifiers))
         if weights_file is not None:
             load_weights(self.layers, weights_file, ignore=("aux1.", "aux2.", "fc."))
-        self.freeze_batch_norm(batch_norm)
+        self.freeze(batch_norm, frozen_until)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return (self.layers(images),)
+
+    def stages(self) -> Mapping[str, Stage]:
+        return {name: Stage(layer, [layer]) for name, layer in self.layers.named_children()}

@@ -87,7 +87,11 @@ class MetricModel(nn.Module):
 
 
 class PooledModel(MetricModel):
-    """The last map, pooled and projected."""
+    """The last map, pooled and projected.
+
+    Attributes:
+        stored_pooled: whether ``forward`` takes pooled features [B, C, 1, 1] of a feature cache in place of images.
+    """
 
     pooling: Pooling
 
@@ -100,6 +104,7 @@ class PooledModel(MetricModel):
                 f"head.in_features: the projection takes {projection.in_features} channels, but the backbone's {given} "
                 f"{channels}. Set it to {channels}."
             )
+        self.stored_pooled = False
         self.backbone = backbone
         self.pooling = pooling
         self.projection = projection
@@ -107,8 +112,14 @@ class PooledModel(MetricModel):
         self.embedding_size = pooling.output_width(projection.out_features)
         projection.check_embedding_size(self.embedding_size)
 
+    @property
+    def provides(self) -> tuple[str, ...]:
+        return () if self.stored_pooled else super().provides
+
     def forward(self, images: Tensor) -> ModelOutput:
-        """Embedding, not normalized, and the pooling's side outputs."""
+        """Embedding, not normalized, and the pooling's side outputs; with ``stored_pooled``, of pooled features."""
+        if self.stored_pooled:
+            return ModelOutput(self.projection.finished(self.projection(images.flatten(1)).to(torch.float32)), {})
         x = self._features(images)
         pooled: Pooled = self.pooling(x, self.projection)
         embedding = self.projection.finished(pooled.embedding.to(torch.float32))
@@ -116,14 +127,36 @@ class PooledModel(MetricModel):
 
     def _features(self, images: Tensor) -> Tensor:
         """What the pooling works on: [B, C, H, W], or the backbone's own vector as [B, C, 1, 1]."""
-        images = self.backbone.preprocess(images)
         if self.pooling.needs == "native":
-            return self.backbone.native(images)[:, :, None, None]
-        return self.backbone(images)[-1]
+            return self.backbone.native(self.backbone.preprocess(images))[:, :, None, None]
+        return self.backbone.maps_of(images)[-1]
+
+    def pooled_features(self, images: Tensor) -> Tensor:
+        """What the projection works on, [B, C], for poolings that have no parameters and project at their end.
+
+        Raises:
+            ConfigError: of another pooling.
+        """
+        name, remedy = type(self.pooling).__name__, "Set feature_cache.level=maps."
+        if any(p.requires_grad for p in self.pooling.parameters()) or [*self.pooling.buffers()]:
+            raise ConfigError(f"feature_cache.level: got pooled, but {name} has parameters or a state. {remedy}")
+        inputs: list[Tensor] = []
+        hook = self.projection.register_forward_hook(lambda _, given, output: inputs.append(given[0]))
+        try:
+            embedding = self.pooling(self._features(images), self.projection).embedding
+            if len(inputs) != 1 or inputs[0].ndim != 2 or not torch.equal(embedding, self.projection(inputs[0])):
+                raise ConfigError(f"feature_cache.level: got pooled, but {name} projects before it pools. {remedy}")
+        finally:
+            hook.remove()
+        return inputs[0]
 
     def require_cells(self) -> None:
         """Raise ConfigError where ``rows_with_cells`` has no map, or cells and embedding differ in width."""
         pooling, remedy = type(self.pooling).__name__, "choose another pooling, such as gap"
+        if self.stored_pooled:
+            raise ConfigError(
+                "rerank compares cells of a map, which feature_cache.level=pooled does not store; use maps"
+            )
         if self.pooling.needs == "native":
             raise ConfigError(f"rerank compares cells of a map, and {pooling} uses none; {remedy}")
         if self.embedding_size != self.projection.out_features:
@@ -190,8 +223,7 @@ class LevelsModel(MetricModel):
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
         """Maps of all levels, low to high."""
-        maps: tuple[Tensor, ...] = self.backbone(self.backbone.preprocess(images))
-        return maps
+        return self.backbone.maps_of(images)
 
 
 def make_model(backbone: Backbone, pooling: Pooling | None, head: Head) -> MetricModel:

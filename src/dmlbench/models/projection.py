@@ -6,17 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmlbench.models.closed_form import ClosedForm, Moments, closed_form
 from dmlbench.models.head import Head
 from dmlbench.types import ConfigError, check_at_least, check_choice
 
-Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out"]
+Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out", "identity"] | ClosedForm
 
 
 class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
 
-    The optional layer norm has no parameters. The product is taken in float32, also under autocast: embeddings
-    rounded to bfloat16 would move retrieval scores.
+    The optional norms (layer norm, L2 norm) have no parameters. The product is taken in float32, also under autocast:
+    embeddings rounded to bfloat16 would move retrieval scores.
 
     Source: GSP code (glorot_uniform, no bias); Teh et al., ProxyNCA++, 2020, section 3.5 (layer norm).
     """
@@ -24,28 +25,49 @@ class Projection(Head):
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: int | None,
         *,
-        bias: bool = False,
+        bias: bool | None = None,
         layer_norm: bool = False,
+        normalize: bool | None = None,
         init: Init = "glorot_uniform",
+        shrinkage: float = 1e-3,
     ) -> None:
         """
         Args:
+            out_features: D; None: C.
+            bias: None: with closed forms, whose bias subtracts the mean.
             layer_norm: subtract the mean over channels and divide by their standard deviation first.
+            normalize: divide rows by their L2 norm first; None: with closed forms.
             init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
-                +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0.
+                +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0;
+                ``identity``: W = I; ``pca``, ``lda``, ``learned_whitening``: fitted to the training images before the
+                first step, see ``closed_form``.
+            shrinkage: added to the diagonal of the within-class covariance (lda, learned_whitening).
         """
         super().__init__()
-        check_choice("init", init, get_args(Init))
+        check_choice("init", init, [*get_args(get_args(Init)[0]), *get_args(ClosedForm)])
+        out_features = in_features if out_features is None else out_features
         check_at_least(1, in_features=in_features, out_features=out_features)
+        check_at_least(0, shrinkage=shrinkage)
+        self.closed_form: ClosedForm | None = init if init in get_args(ClosedForm) else None
+        if self.closed_form is not None and (bias is False or out_features > in_features):
+            raise ConfigError(
+                f"head.init: got {init} with bias={bias} and out_features={out_features}, expected bias=true and at "
+                f"most {in_features} dimensions, the channels of the pooled features."
+            )
         self.in_features = in_features
         self.out_features = out_features
         self.layer_norm = layer_norm
+        self.normalize = self.closed_form is not None if normalize is None else normalize
+        self.shrinkage = shrinkage
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        if init == "glorot_uniform":
+        has_bias = self.closed_form is not None if bias is None else bias
+        self.bias = nn.Parameter(torch.zeros(out_features)) if has_bias else None
+        if init == "glorot_uniform" or self.closed_form is not None:
             nn.init.xavier_uniform_(self.weight)
+        elif init == "identity":
+            nn.init.eye_(self.weight)
         elif init == "he_normal_fan_out":
             nn.init.kaiming_normal_(self.weight, mode="fan_out")
         else:
@@ -58,11 +80,23 @@ class Projection(Head):
             raise ConfigError(f"projection: got a map of {tuple(x.shape)}, expected {self.in_features} channels.")
         rows = x if x.ndim == 2 else x.permute(0, 2, 3, 1)  # [B, H, W, C]
         with torch.autocast(x.device.type, enabled=False):
-            rows = rows.to(self.weight.dtype)
-            if self.layer_norm:
-                rows = F.layer_norm(rows, (self.in_features,))
+            rows = self.normalized(rows.to(self.weight.dtype))
             projected = F.linear(rows, self.weight, self.bias)
         return projected if x.ndim == 2 else projected.permute(0, 3, 1, 2)
+
+    def normalized(self, rows: Tensor) -> Tensor:
+        """The rows [..., C] that W multiplies."""
+        if self.layer_norm:
+            rows = F.layer_norm(rows, (self.in_features,))
+        return F.normalize(rows, dim=-1) if self.normalize else rows
+
+    @torch.no_grad()
+    def fit(self, moments: Moments) -> None:
+        """Take weight and bias of the closed form."""
+        assert self.closed_form is not None and self.bias is not None
+        weight, bias = closed_form(moments, self.closed_form, self.out_features, self.shrinkage)
+        self.weight.copy_(weight)
+        self.bias.copy_(bias)
 
     def finished(self, embedding: Tensor) -> Tensor:
         """The embedding [B, D] of a pooled and projected image; heads override this."""

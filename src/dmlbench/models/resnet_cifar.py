@@ -1,11 +1,11 @@
 """ResNet20 for small images (CIFAR): three stages of 16, 32 and 64 channels, shortcuts without parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.backbones import Backbone, BatchNormFreezing, select_levels
+from dmlbench.models.backbones import Backbone, BatchNormFreezing, Stage, select_levels
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError
 
@@ -52,6 +52,7 @@ class ResNet20(Backbone):
         stem_stride: int = 1,
         weights_file: str | None = None,
         batch_norm: BatchNormFreezing = "none",
+        frozen_until: str | None = None,
         out_levels: Sequence[int] = (2,),
         mean: Sequence[float] = CIFAR_MEAN,
         std: Sequence[float] = CIFAR_STD,
@@ -73,12 +74,21 @@ class ResNet20(Backbone):
                 nn.init.kaiming_normal_(module.weight)
         if weights_file is not None:
             load_weights(self, weights_file, ignore=("linear.",))
-        self.freeze_batch_norm(batch_norm)
+        self.freeze(batch_norm, frozen_until)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x = F.relu(self.bn1(self.conv1(images)), inplace=True)
-        maps = []
-        for level in range(self._levels[-1] + 1):
-            x = self.get_submodule(f"layer{level + 1}")(x)
+        x, maps = images, []
+        for stage in self.stages().values():
+            x = stage.run(x)
             maps.append(x)
-        return tuple(maps[level] for level in self._levels)
+        return tuple(maps[level + 1] for level in self._levels)
+
+    def stages(self) -> Mapping[str, Stage]:
+        found = {"conv1": Stage(self._stem, [self.conv1, self.bn1])}
+        for level in range(self._levels[-1] + 1):
+            layer = self.get_submodule(name := f"layer{level + 1}")
+            found[name] = Stage(layer, [layer])
+        return found
+
+    def _stem(self, images: Tensor) -> Tensor:
+        return F.relu(self.bn1(self.conv1(images)), inplace=True)

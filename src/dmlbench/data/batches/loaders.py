@@ -16,12 +16,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from dmlbench.data.batches.samplers import BatchSampler, IndexBatch
 from dmlbench.data.batches.transforms import CropTransform, ShiftTransform, Transform
+from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.device_copies import ahead_of_computing, to_device
 from dmlbench.runtime import available_cores, derive_seed
 from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
 
 _GPU_WORKERS = 4  # of about 2,000 cached images a second each: more than a ResNet50 trains on
+
+Inputs = ImageSource | Tensor | FeatureView
+"""Where batches come from: image files or their cache, a tensor of all images, or a feature cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class TrainBatches:
     Args:
         rows: [N] training rows of ``table``.
         images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``) for
-            those that shift batches.
+            those that shift batches; or records [B, F, 1, 1] of a feature cache, which takes the transform's place.
         class_index: [table.num_classes] training class of each label, -1 for others; see ``protocols.class_index``.
         sampler: draws positions into ``rows``; made from their labels.
         num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
@@ -48,7 +52,7 @@ class TrainBatches:
         table: ImageTable,
         rows: IntArray,
         *,
-        images: ImageSource | Tensor,
+        images: Inputs,
         class_index: IntArray,
         sampler: BatchSampler,
         transform: Transform,
@@ -62,6 +66,8 @@ class TrainBatches:
                 "second views need a random training transform; choose one, such as transform=mlrc, or leave out the "
                 "regularizer that wants them"
             )
+        if second_views and isinstance(images, FeatureView) and images.cache.settings.views < 2:
+            raise ConfigError("feature_cache.views: got 1, but the regularizer compares two views. Set 2 or more.")
         self._rows = np.asarray(rows, dtype=np.int64)
         self._class_index = np.asarray(class_index, dtype=np.int64)
         self._device = torch.device(device)
@@ -131,7 +137,7 @@ class TrainBatches:
 class EvalBatches:
     """Batches of the images ``rows`` [N] in this order, as often as iterated. Labels are the table's.
 
-    The other arguments are those of ``TrainBatches``; the transform must not be random.
+    The other arguments are those of ``TrainBatches``; the transform must not be random, unless ``seeds`` [N] are given.
     """
 
     def __init__(
@@ -139,15 +145,16 @@ class EvalBatches:
         table: ImageTable,
         rows: IntArray,
         *,
-        images: ImageSource | Tensor,
+        images: Inputs,
         transform: Transform,
         batch_size: int,
         device: torch.device | str = "cpu",
         num_workers: int | None = 0,
+        seeds: Sequence[int] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size ({batch_size}) must be at least 1")
-        if transform.is_random:
+        if transform.is_random and seeds is None:
             raise ConfigError("the evaluation transform is random; use center_crop or identity")
         self._rows = np.asarray(rows, dtype=np.int64)
         self._labels = table.labels
@@ -155,13 +162,14 @@ class EvalBatches:
         self._device = torch.device(device)
         self._num_workers = _resolve_workers(num_workers, self._device, images)
         self._reader = _Reader(images, transform)
+        self._seeds = [0] * len(self._rows) if seeds is None else seeds
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        parts = [self._rows[i : i + self._batch_size] for i in range(0, len(self._rows), self._batch_size)]
-        requests = [_Request(part, [0] * len(part)) for part in parts]
+        parts = [slice(i, i + self._batch_size) for i in range(0, len(self._rows), self._batch_size)]
+        requests = [_Request(self._rows[part], self._seeds[part]) for part in parts]
         stream = _stream(self._reader, requests, min(self._num_workers, len(parts)), self._device)
         try:
             for read in stream:
@@ -189,15 +197,18 @@ _Read = tuple[_Request, Tensor, Tensor] | DmlbenchError
 
 
 class _Reader(Dataset[_Read]):
-    def __init__(self, images: ImageSource | Tensor, transform: Transform) -> None:
+    def __init__(self, images: Inputs, transform: Transform) -> None:
         takes_batches = transform.works_on == "batch"
-        if takes_batches != isinstance(images, Tensor):
+        if not isinstance(images, FeatureView) and takes_batches != isinstance(images, Tensor):
             wanted = "a tensor of all images" if takes_batches else "single images"
             raise ConfigError(f"{type(transform).__name__} works on {wanted}; open the images for it")
         self._images, self._transform = images, transform
 
     def __getitem__(self, request: _Request) -> _Read:
         try:
+            if isinstance(self._images, FeatureView):
+                records = self._images.read(request.rows, list(request.seeds))
+                return request, records, torch.zeros(len(records), dtype=torch.bool)
             if isinstance(self._transform, ShiftTransform):
                 assert isinstance(self._images, Tensor)
                 images = self._transform(self._images, torch.from_numpy(request.rows), request.seeds)
@@ -234,11 +245,11 @@ def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torc
 _MOST_WORKERS = 256
 
 
-def _resolve_workers(num_workers: int | None, device: torch.device, images: ImageSource | Tensor) -> int:
+def _resolve_workers(num_workers: int | None, device: torch.device, images: Inputs) -> int:
     if num_workers is not None and not 0 <= num_workers <= _MOST_WORKERS:
         raise ConfigError(f"num_workers: got {num_workers}, expected 0 to {_MOST_WORKERS}, or null.")
-    if isinstance(images, Tensor):
-        return 0  # the images are already where they are needed
+    if isinstance(images, Tensor | FeatureView):
+        return 0  # nothing is decoded
     if num_workers is not None:
         return num_workers
     return min(_GPU_WORKERS, available_cores()) if device.type == "cuda" else 1

@@ -112,7 +112,7 @@ def cached_images(
         num_threads: threads that decode; None takes all available cores.
         check: called regularly while building; its exceptions end the build.
     """
-    stamp = _stamp(table)
+    stamp = stamp_of(table)
     size = "whole" if short_side is None else f"short{short_side}"
     path = Path(cache_dir) / f"{table.name}-{size}-{kernel}-{table.fingerprint[:12]}-{stamp[:12]}.images"
     order = np.argsort(table.paths, kind="stable")
@@ -148,7 +148,7 @@ def cached_images(
     return CachedImages(path, index, position, DecodedImages(table, short_side=short_side, kernel=kernel).read)
 
 
-def _stamp(table: ImageTable) -> str:
+def stamp_of(table: ImageTable) -> str:
     """Digest of the images' names and modification times: an image that was edited is decoded again."""
     digest = hashlib.sha256()
     folder = os.path.join(table.root, "")
