@@ -56,7 +56,7 @@ class TextList:
     def boxes(self, name: str, edges: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
         """Boxes [N, 4] of ``names``, NaN where the list has none, from ``edges`` [M, 4] of its rows."""
         self.check_unique(name)
-        return pd.DataFrame(edges, index=self[name]).reindex(names).to_numpy()
+        return pd.DataFrame(edges, index=self[name]).reindex(list(names)).to_numpy()
 
 
 def read_list(
