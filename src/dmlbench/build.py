@@ -148,7 +148,7 @@ def use_feature_cache(
         expected = "all" if settings.level == "pooled" else "a stage or all"
         raise ConfigError(
             f"backbone.frozen_until: got {backbone.frozen_until}, expected {expected} with "
-            f"feature_cache.level={settings.level}. Set it, or feature_cache=null."
+            f"feature_cache.level={settings.level}. Set it, or feature_cache=none."
         )
     if settings.level == "pooled" and not isinstance(model, PooledModel):
         raise ConfigError(f"feature_cache.level: got pooled, but {cfg.head._target_} pools by itself. Set maps.")
@@ -202,15 +202,17 @@ def use_feature_cache(
     def records(positions: IntArray) -> Iterator[torch.Tensor]:
         views = positions >= len(data.table)
         for part, transform in ((positions[~views], cfg.transform.eval), (positions[views], cfg.transform.train)):
+            if not len(part):
+                continue
             rows, seeds = cache.source_of(part)
             batches = EvalBatches(
-                data.table, rows, images=open_images(transform) if len(rows) else [], transform=component(transform),
+                data.table, rows, images=open_images(transform), transform=component(transform),
                 batch_size=_CACHE_BATCH, device=device, num_workers=cfg.num_workers, seeds=seeds,
             )  # fmt: skip
             yield from (records_of(batch.images) for batch in batches)
 
     complete_cache(cache, content, records, progress=sys.stderr.isatty(), check=check, name=data.table.name)
-    if settings.level == "pooled":
+    if isinstance(model, PooledModel) and settings.level == "pooled":
         model.stored_pooled = True
     else:
         backbone.stored = spec[0]

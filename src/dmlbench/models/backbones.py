@@ -342,7 +342,7 @@ class TimmBackbone(Backbone):
 
             layers = [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
             found = {"patch_embed": Stage(embed, layers, list(model.parameters(recurse=False)))}
-            layout = (("blocks",), ("norm",))
+            layout: Sequence[tuple[str, ...]] = (("blocks",), ("norm",))
         else:
             found = {}
             layout = next((x for x in _LAYOUTS if all(hasattr(model, name) for group in x for name in group)), ())
@@ -379,7 +379,9 @@ class TimmBackbone(Backbone):
         return vector
 
 
-_LAYOUTS = (  # layers of timm's CNNs in the order of their forward pass, those of one stage together
+_LAYOUTS: Sequence[
+    Sequence[tuple[str, ...]]
+] = (  # layers of timm's CNNs in the order of their forward pass, those of one stage together
     (("conv_stem", "bn1"), ("blocks",), ("conv_head", "bn2")),  # EfficientNet
     (("conv1", "bn1", "act1", "maxpool"), ("layer1",), ("layer2",), ("layer3",), ("layer4",)),  # ResNet
     (("stem",), ("stages",), ("norm_pre",)),  # ConvNeXt

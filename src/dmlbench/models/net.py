@@ -94,6 +94,7 @@ class PooledModel(MetricModel):
     """
 
     pooling: Pooling
+    stored_pooled: bool
 
     def __init__(self, backbone: Backbone, pooling: Pooling, projection: Projection) -> None:
         super().__init__()
@@ -154,9 +155,7 @@ class PooledModel(MetricModel):
         """Raise ConfigError where ``rows_with_cells`` has no map, or cells and embedding differ in width."""
         pooling, remedy = type(self.pooling).__name__, "choose another pooling, such as gap"
         if self.stored_pooled:
-            raise ConfigError(
-                "rerank compares cells of a map, which feature_cache.level=pooled does not store; use maps"
-            )
+            raise ConfigError("rerank: got feature_cache.level=pooled, expected maps, whose cells it compares.")
         if self.pooling.needs == "native":
             raise ConfigError(f"rerank compares cells of a map, and {pooling} uses none; {remedy}")
         if self.embedding_size != self.projection.out_features:

@@ -50,7 +50,7 @@ class Projection(Head):
         out_features = in_features if out_features is None else out_features
         check_at_least(1, in_features=in_features, out_features=out_features)
         check_at_least(0, shrinkage=shrinkage)
-        self.closed_form: ClosedForm | None = init if init in get_args(ClosedForm) else None
+        self.closed_form = next((form for form in get_args(ClosedForm) if form == init), None)
         if self.closed_form is not None and (bias is False or out_features > in_features):
             raise ConfigError(
                 f"head.init: got {init} with bias={bias} and out_features={out_features}, expected bias=true and at "
@@ -93,7 +93,7 @@ class Projection(Head):
     @torch.no_grad()
     def fit(self, moments: Moments) -> None:
         """Take weight and bias of the closed form."""
-        assert self.closed_form is not None and self.bias is not None
+        assert self.closed_form and self.bias is not None
         weight, bias = closed_form(moments, self.closed_form, self.out_features, self.shrinkage)
         self.weight.copy_(weight)
         self.bias.copy_(bias)

@@ -273,7 +273,7 @@ def fit(
         raise Pruned(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
-        _save_best(run_dir, state, {name: part.state_dict() for name, part in parts_of_state.items()})
+        _save_best(run_dir, state, {"model": model.state_dict(), "objective": objective.state_dict()})
     elif state.best_step:
         _load_best(run_dir, model, objective)
     return state

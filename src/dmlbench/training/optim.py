@@ -138,8 +138,14 @@ def frozen(
 
 
 def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
+    """Raise ConfigError if the groups are all that trains, or if nothing of them does."""
+    parameters = [p for module in (model, objective) for p in module.parameters() if p.requires_grad]
     with frozen(groups, model, objective):
-        if not any(p.requires_grad for module in (model, objective) for p in module.parameters()):
+        if groups and all(p.requires_grad for p in parameters):
+            raise ConfigError(
+                f"fit.warmup_frozen: got {', '.join(groups)}, which have nothing to train. Set fit.warmup_steps=0."
+            )
+        if not any(p.requires_grad for p in parameters):
             raise ConfigError(
                 f"fit.warmup_frozen ({', '.join(groups)}) freezes every trainable parameter of this model and loss; "
                 "take a group out of it or set fit.warmup_steps=0"

@@ -34,7 +34,7 @@ _VERSION = 1  # increment it whenever the layout or the records change
 _MAGIC = b"dmlbench-features\n"
 _ALIGNMENT = 64
 _STORED_AS = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
-_REMEDY = "Free some space, choose another paths.cache_dir or fewer feature_cache.views, or set feature_cache=null."
+_REMEDY = "Free some space, choose another paths.cache_dir or fewer feature_cache.views, or set feature_cache=none."
 
 logger = logging.getLogger(__name__)
 

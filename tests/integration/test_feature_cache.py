@@ -1,0 +1,155 @@
+"""Training on cached features: the same weights as on images, exact resume, damage, and the model that is loaded."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from killed_runs import killed_after
+from omegaconf import DictConfig
+
+import dmlbench as db
+from dmlbench.components import component
+from dmlbench.config import compose
+from dmlbench.data.batches.loaders import TrainBatches
+from dmlbench.data.images import feature_cache
+from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.results.store import EMBEDDINGS, read_result
+from dmlbench.runner import run
+from dmlbench.runtime import derive_seed
+from dmlbench.training.checkpoint import load_checkpoint
+from dmlbench.types import ConfigError, DataError
+
+VIEWS = 3
+HEAD = "head.out_features=8"
+SMALL = [
+    *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=6", "backbone=resnet20_small"),
+    *("dataset.table.image_size=24", "transform.train.padding=2", "fit.max_steps=20", "fit.validate_every=10"),
+    *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "device=cpu", "fit.keep=both"),
+]
+MAPS = ["feature_cache=maps", f"feature_cache.views={VIEWS}", "feature_cache.dtype=float32"]
+POOLED = ["feature_cache=pooled", f"feature_cache.views={VIEWS}", "feature_cache.dtype=float32"]
+
+
+def config(tmp_path: Path, *overrides: str) -> DictConfig:
+    paths = [f"paths.output_dir={tmp_path / 'out'}", f"paths.cache_dir={tmp_path / 'cache'}"]
+    head = [] if "head=avsl" in overrides else [HEAD]
+    return compose("train", [*SMALL, *head, *paths, f"paths.data_dir={tmp_path}", *overrides])
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_checkpoint(run_dir / "last.ckpt")["model"]
+    return weights
+
+
+def read_the_cached_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let batches of images draw the views that a feature cache stores."""
+    request_of = TrainBatches._request
+
+    def of_views(self: TrainBatches, index: Any) -> Any:
+        request = request_of(self, index)
+        rows_and_seeds = zip(request.rows.tolist(), request.seeds, strict=True)
+        return replace(request, seeds=[derive_seed(0, "view", row, seed % VIEWS) for row, seed in rows_and_seeds])
+
+    monkeypatch.setattr(TrainBatches, "_request", of_views)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["backbone.frozen_until=all", *MAPS, "pooling=gsp_zsr", "pooling.memory_rows=8", "pooling.num_prototypes=4"],
+        ["backbone.frozen_until=layer2", *MAPS],
+        ["backbone.frozen_until=all", *POOLED, "loss=proxy_anchor"],
+        ["backbone.frozen_until=all", *POOLED, "loss=xbm_contrastive"],
+        ["backbone.frozen_until=all", *MAPS, "backbone=resnet20_levels", "head=avsl", "head.level_size=8",
+         "head.top_k=4", "pooling=none", "loss=layered_proxy_anchor"],
+    ],
+    ids=["gsp_zsr", "layer2", "proxy_anchor", "xbm", "avsl"],
+)  # fmt: skip
+def test_weights_are_those_of_training_on_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: Sequence[str]
+) -> None:
+    cached = run(config(tmp_path, *choices))
+    read_the_cached_views(monkeypatch)
+    plain = [choice for choice in choices if not choice.startswith("feature_cache")]
+    on_images = run(config(tmp_path, *plain))
+    assert cached != on_images
+    one, other = weights_of(cached), weights_of(on_images)
+    moved = [name for name in one if not torch.equal(one[name], other[name])]
+    for name in moved:
+        assert torch.linalg.norm((one[name] - other[name]).double()) <= 1e-6 * torch.linalg.norm(other[name].double())
+    rows, expected = (load_embeddings(folder / EMBEDDINGS).queries.rows for folder in (cached, on_images))
+    torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_killed_run_and_a_killed_build_resume_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = ["backbone.frozen_until=layer2", *MAPS[:2], "fit.checkpoint_every=7"]
+    whole = run(config(tmp_path / "a", *choices))
+    with monkeypatch.context() as patch:
+        patch.setattr("dmlbench.build._CACHE_BATCH", 5)
+        as_stored, calls = feature_cache._as_stored, []
+
+        def dying(*arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return as_stored(*arguments)
+
+        patch.setattr(feature_cache, "_as_stored", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(config(tmp_path / "b", *choices))
+    (part,) = (tmp_path / "b" / "cache").glob("*.part")
+    assert not list(part.parent.glob("*.features"))
+    killed_after(9, monkeypatch, config(tmp_path / "b", *choices))
+    resumed = run(config(tmp_path / "b", *choices))
+    one, other = weights_of(whole), weights_of(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert read_result(whole)["metrics"] == read_result(resumed)["metrics"]
+
+
+def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:
+    choices = ["backbone.frozen_until=all", *MAPS, "backbone.weights_file=null", "fit=untrained"]
+    run(config(tmp_path, *choices))
+    run(config(tmp_path, *choices, "head.out_features=4"))
+    (path,) = (tmp_path / "cache").glob("*.features")
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half:] = bytes(len(content) - half)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="feature cache .* is damaged"):
+        run(config(tmp_path, *choices, "head.out_features=5", "fit.max_steps=200", "fit.validate_every=200"))
+
+
+@pytest.mark.parametrize("choices", [MAPS, POOLED], ids=["maps", "pooled"])
+def test_the_loaded_model_embeds_images_to_the_stored_vectors(tmp_path: Path, choices: Sequence[str]) -> None:
+    cfg = config(tmp_path, "backbone.frozen_until=all", *choices)
+    run_dir = run(cfg)
+    embeddings = load_embeddings(run_dir / EMBEDDINGS).queries
+    images = component(cfg.dataset.table).pixels
+    model = db.load(run_dir)
+    rows = model.embed([np.asarray(images[i]) for i in embeddings.ids.tolist()])
+    torch.testing.assert_close(rows, embeddings.rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "choices, message",
+    [
+        (MAPS, "backbone.frozen_until: got None, expected a stage or all"),
+        (["backbone.frozen_until=layer2", *POOLED], "backbone.frozen_until: got layer2, expected all"),
+        (["backbone.frozen_until=all", *POOLED, "pooling=gem"], "Gem has parameters or a state"),
+        (["backbone.frozen_until=all", *POOLED, "pooling=gsp"], "Gsp has parameters or a state"),
+        (["backbone.frozen_until=all", *POOLED, "rerank=diml"], "rerank: got feature_cache.level=pooled"),
+        (["backbone.frozen_until=layer3", *MAPS], "frozen_until: .*'layer3'"),
+        (["backbone.frozen_until=all", *MAPS, "feature_cache.views=0"], "feature_cache.views: got 0"),
+        (["backbone.frozen_until=all", *MAPS, "feature_cache.dtype=int8"], "feature_cache.dtype"),
+        (["backbone.frozen_until=all", "fit.warmup_steps=5", "fit.warmup_frozen=[backbone]"], "fit.warmup_frozen"),
+    ],
+)
+def test_combinations_without_meaning_are_errors(tmp_path: Path, choices: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(config(tmp_path, *choices))

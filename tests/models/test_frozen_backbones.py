@@ -1,0 +1,96 @@
+"""``frozen_until``: which layers train, and that the frozen part and the rest make the whole forward pass."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dmlbench.models.backbones import Backbone, StoredMaps, TimmBackbone
+from dmlbench.models.bninception import BNInception
+from dmlbench.models.efficientnet_lite import EfficientNetLite
+from dmlbench.models.googlenet import GoogLeNet
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.types import ConfigError
+
+SIDE = 64
+
+
+def timm(name: str) -> Callable[..., Backbone]:
+    return lambda **options: TimmBackbone(name, pretrained=False, **options)
+
+
+CASES = [
+    (lambda **options: ResNet20(**options), "layer1", "layer2.0.conv1.weight"),
+    (lambda **options: BNInception(pretrained=False, **options), "inception_4b", "inception_4c_1x1.weight"),
+    (lambda **options: GoogLeNet(pretrained=False, **options), "inception4b", "layers.inception4c.branch1.conv.weight"),
+    (lambda **options: EfficientNetLite(0, pretrained=False, **options), "blocks.4", "model.blocks.5.0.conv_pw.weight"),
+    (timm("resnet18"), "layer3", "model.layer4.0.conv1.weight"),
+    (timm("convnext_atto"), "stages.2", "model.stages.3.downsample.0.weight"),
+    (timm("vit_tiny_patch16_224"), "blocks.9", "model.blocks.10.norm1.weight"),
+    (timm("mobilenetv2_035"), "blocks.4", "model.blocks.5.0.conv_pw.weight"),
+]
+NAMES = ["resnet20", "bn_inception", "googlenet", "efficientnet", "resnet18", "convnext", "vit", "mobilenetv2"]
+
+
+@pytest.mark.parametrize("make, stage, first_trained", CASES, ids=NAMES)
+def test_the_frozen_part_and_the_rest_are_the_whole(
+    make: Callable[..., Backbone], stage: str, first_trained: str
+) -> None:
+    torch.manual_seed(0)
+    side = 224 if make is CASES[6][0] else SIDE
+    images = torch.randint(256, (2, 3, side, side), dtype=torch.uint8)
+    backbone = make(frozen_until=stage)
+    backbone.eval()
+    expected = backbone(backbone.preprocess(images))[-1]
+    for until in (stage, "all"):
+        backbone.freeze("none", until)
+        outputs = backbone.frozen_outputs(images)
+        stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (side, side))
+        records = stored.pack(outputs)
+        assert records.shape == (2, sum(x[0].numel() for x in outputs), 1, 1)
+        backbone.stored = stored
+        torch.testing.assert_close(
+            backbone.maps_of(records)[-1], expected, rtol=1e-4, atol=2e-5
+        )  # other memory formats
+        backbone.stored = None
+
+
+@pytest.mark.parametrize("make, stage, first_trained", CASES, ids=NAMES)
+def test_gradients_and_statistics_stop_at_the_stage(
+    make: Callable[..., Backbone], stage: str, first_trained: str
+) -> None:
+    torch.manual_seed(0)
+    side = 224 if make is CASES[6][0] else SIDE
+    images = torch.randint(256, (2, 3, side, side), dtype=torch.uint8)
+    backbone = make(frozen_until=stage).train()
+    names = [name for name, p in backbone.named_parameters() if p.requires_grad]
+    every = [name for name, _ in backbone.named_parameters()]
+    assert first_trained in names
+    assert 0 < len(names) < len(every)
+    statistics = {n: m.running_mean.clone() for n, m in backbone.named_modules() if isinstance(m, _BatchNorm)}
+    backbone.maps_of(images)[-1].square().sum().backward()
+    reached = [name for name, p in backbone.named_parameters() if p.grad is not None]
+    assert set(reached) <= set(names)
+    assert first_trained in reached
+    for name, module in backbone.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            trains = any(p.requires_grad for p in module.parameters())
+            assert torch.equal(statistics[name], module.running_mean) != trains
+    backbone.freeze("none", "all")
+    assert not any(p.requires_grad for p in backbone.parameters())
+    assert not any(module.training for module in backbone.train().modules() if isinstance(module, _BatchNorm))
+
+
+@pytest.mark.parametrize(
+    "make, stage, message",
+    [
+        (timm("resnet18"), "layer5", "frozen_until: .*'layer5'"),
+        (timm("resnet18"), "layer4", "frozen_until: .*'layer4'"),  # the last stage is "all"
+        (timm("swin_tiny_patch4_window7_224"), "layers.1", "frozen_until: "),
+        (lambda **options: ResNet20(out_levels=(0, 2), **options), "layer1", "maps of several levels"),
+    ],
+)
+def test_stages_that_cannot_be_named_are_errors(make: Callable[..., Backbone], stage: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(frozen_until=stage)
