@@ -121,7 +121,7 @@ def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:
     half = len(content) // 2
     content[half:] = bytes(len(content) - half)
     path.write_bytes(content)
-    with pytest.raises(DataError, match="feature cache .* is damaged"):
+    with pytest.raises(DataError, match=r"feature cache .* is damaged"):
         run(config(tmp_path, *choices, "head.out_features=5", "fit.max_steps=200", "fit.validate_every=200"))
 
 

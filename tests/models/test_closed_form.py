@@ -47,7 +47,7 @@ def test_lda_has_the_directions_of_scikit_learn() -> None:
 
 def test_learned_whitening_is_the_naive_computation() -> None:
     rows = ROWS.numpy()
-    residuals = np.concatenate([rows[LABELS == c] - rows[LABELS == c].mean(0) for c in range(6)])
+    residuals = np.concatenate([rows[c == LABELS] - rows[c == LABELS].mean(0) for c in range(6)])
     whitening = np.linalg.inv(np.linalg.cholesky(residuals.T @ residuals / 120 + 0.01 * np.eye(10)))
     centered = (rows - rows.mean(0)) @ whitening.T
     _, _, directions = np.linalg.svd(centered, full_matrices=False)
@@ -65,9 +65,9 @@ def test_a_head_is_fitted_in_place_and_starts_the_trained_one() -> None:
 
 
 def test_what_cannot_be_fitted_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="head.out_features: got 6 for lda, expected at most 5"):
+    with pytest.raises(ConfigError, match=r"head.out_features: got 6 for lda, expected at most 5"):
         fitted("lda", 6)
-    with pytest.raises(ConfigError, match="head.init: got pca with bias=False"):
+    with pytest.raises(ConfigError, match=r"head.init: got pca with bias=False"):
         Projection(10, 4, init="pca", bias=False)
     with pytest.raises(ConfigError, match="out_features=12"):
         Projection(10, 12, init="pca")

@@ -50,9 +50,8 @@ def test_the_frozen_part_and_the_rest_are_the_whole(
         records = stored.pack(outputs)
         assert records.shape == (2, sum(x[0].numel() for x in outputs), 1, 1)
         backbone.stored = stored
-        torch.testing.assert_close(
-            backbone.maps_of(records)[-1], expected, rtol=1e-4, atol=2e-5
-        )  # other memory formats
+        difference = backbone.maps_of(records)[-1] - expected
+        assert difference.norm() <= 1e-5 * expected.norm()  # memory formats differ
         backbone.stored = None
 
 
