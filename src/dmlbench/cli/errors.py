@@ -27,8 +27,9 @@ from dmlbench.types import ConfigError, DmlbenchError, closest
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
 _OTHER_FILE = "Choose another file or folder."
 _REMEDIES = {
-    errno.ENOSPC: "Make room, or choose another folder.",
-    errno.EMFILE: "Raise the limit of open files (ulimit -n), or lower num_workers.",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or choose another folder."),
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or choose another folder.",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n), or lower num_workers."),
 }
 _OF_FILES = (UnicodeError, json.JSONDecodeError, csv.Error, pickle.UnpicklingError, zipfile.BadZipFile, sqlite3.Error)
 _NO_MEMORY = re.compile("out of memory|can(no|')t allocate memory|not enough memory|failed to map segment|NULL without")
