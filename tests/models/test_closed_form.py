@@ -67,10 +67,10 @@ def test_a_head_is_fitted_in_place_and_starts_the_trained_one() -> None:
 def test_what_cannot_be_fitted_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"head.out_features: got 6 for lda, expected at most 5"):
         fitted("lda", 6)
-    with pytest.raises(ConfigError, match=r"head.init: got pca with bias=False"):
+    with pytest.raises(ConfigError, match=r"head.bias: got false with init=pca"):
         Projection(10, 4, init="pca", bias=False)
-    with pytest.raises(ConfigError, match="out_features=12"):
-        Projection(10, 12, init="pca")
+    with pytest.raises(ConfigError, match="out_features: got 12 for pca, expected at most 10"):
+        Projection(10, 12, init="pca").fit(moments())
     lonely = Moments(10, 120)
     lonely.add(ROWS, torch.arange(120))
     with pytest.raises(RunError, match=r"head.shrinkage: got 0.0"):

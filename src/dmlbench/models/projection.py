@@ -51,11 +51,8 @@ class Projection(Head):
         check_at_least(1, in_features=in_features, out_features=out_features)
         check_at_least(0, shrinkage=shrinkage)
         self.closed_form = next((form for form in get_args(ClosedForm) if form == init), None)
-        if self.closed_form is not None and (bias is False or out_features > in_features):
-            raise ConfigError(
-                f"head.init: got {init} with bias={bias} and out_features={out_features}, expected bias=true and at "
-                f"most {in_features} dimensions, the channels of the pooled features."
-            )
+        if self.closed_form is not None and bias is False:
+            raise ConfigError(f"head.bias: got false with init={init}, whose bias subtracts the mean. Set it to null.")
         self.in_features = in_features
         self.out_features = out_features
         self.layer_norm = layer_norm
@@ -94,6 +91,11 @@ class Projection(Head):
     def fit(self, moments: Moments) -> None:
         """Take weight and bias of the closed form."""
         assert self.closed_form and self.bias is not None
+        if self.out_features > self.in_features:
+            raise ConfigError(
+                f"head.out_features: got {self.out_features} for {self.closed_form}, expected at most "
+                f"{self.in_features}, the channels of the pooled features."
+            )
         weight, bias = closed_form(moments, self.closed_form, self.out_features, self.shrinkage)
         self.weight.copy_(weight)
         self.bias.copy_(bias)
