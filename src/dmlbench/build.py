@@ -450,6 +450,7 @@ def make_experiment(
         schedule=schedule,
         loggers=build_loggers(cfg, run_dir, identity, configuration),
         num_classes=cfg.runtime.num_classes,
+        image_size=tuple(cfg.runtime.image_size),
         steps_per_epoch=cfg.runtime.steps_per_epoch,
         weights_sha256=content.get("backbone.weights_file"),
         code_sha256={key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},

@@ -183,6 +183,7 @@ class Experiment:
         plan: of stage 1, which this training follows, or None.
         batches: endless training batches.
         num_classes: classes to train on.
+        image_size: height and width of training images.
         steps_per_epoch: optimizer steps of the sampler's epoch.
         weights_sha256: of ``backbone.weights_file``, or None.
         code_sha256: of files with user code, by name.
@@ -206,6 +207,7 @@ class Experiment:
     schedule: Any
     loggers: list[Logger]
     num_classes: int
+    image_size: tuple[int, int]
     steps_per_epoch: int
     weights_sha256: str | None
     code_sha256: dict[str, str]

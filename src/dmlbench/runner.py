@@ -18,6 +18,7 @@ from dmlbench.build import make_experiment
 from dmlbench.checks import check
 from dmlbench.components import component
 from dmlbench.config import load_config
+from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
@@ -286,6 +287,7 @@ def _result(
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),
+        "training": _training(experiment),
         "best_step": progress.best_step,
         "steps": progress.step,
         "stop_reason": progress.stop_reason,
@@ -306,6 +308,19 @@ def _result(
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(setup.device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _training(experiment: Experiment) -> dict[str, Any]:
+    """What of the network trained, and on which images."""
+    setup = experiment.setup
+    groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
+    views = setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None
+    return {
+        "frozen_until": setup.model.backbone.frozen_until,
+        "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
+        "image_size": list(experiment.image_size),
+        "views": views,
     }
 
 

@@ -20,21 +20,19 @@ from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages
 from dmlbench.data.readers.folder import folder
 from dmlbench.models.avsl import AvslHead, AvslModel
+from dmlbench.models.backbones import Backbone
 from dmlbench.runtime import read_json
 
 LEVELS, SIZE, KEPT = 3, 16, 5
 NAMES = (NamedImage("birds/a.jpg", 3, "wren"), NamedImage("b.jpg"))
 
 
-class Shrinking(nn.Module):
+class Shrinking(Backbone):
     """Maps of 8, 4 and 2 pixels of images of 16, by random 1 x 1 convolutions."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__([4 + level for level in range(LEVELS)], mean=(0, 0, 0), std=(1, 1, 1))
         self.layers = nn.ModuleList(nn.Conv2d(3, 4 + level, 1) for level in range(LEVELS))
-
-    def preprocess(self, images: torch.Tensor) -> torch.Tensor:
-        return images.float() / 255
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(

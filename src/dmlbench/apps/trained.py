@@ -91,7 +91,7 @@ def config_with_weights(run_dir: Path) -> DictConfig:
     if "imported" in config:
         raise RunError(f"{run_dir} was imported: it has embeddings, but no model")
     if not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep} or never trained")
+        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep}")
     return config
 
 

@@ -135,12 +135,21 @@ def aggregate_config(
         **({"degenerate": degenerate} if degenerate else {}),
         **({"deviations": deviations} if deviations else {}),
         **{key: first[key] for key in ("n_query_published", "imported", "rerank") if key in first},  # type: ignore[misc]
+        **({"training": first["training"]} if "training" in first else {}),
+        "validation": _mean_validation(results),
         **rule.summarize(runs_of_config, spec),
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),
     }
     write_json(config_dir / AGGREGATE, summary)
     return summary
+
+
+def _mean_validation(results: Mapping[Coordinates, Mapping[str, Any]]) -> dict[str, float]:
+    """Mean validation scores over the runs, by which rows of a table can be chosen."""
+    own = [result["metrics"].get("val") or {} for result in results.values()]
+    names = [name for name, value in own[0].items() if all(isinstance(x.get(name), float) for x in own)]
+    return {name: sum(scores[name] for scores in own) / len(own) for name in names}
 
 
 def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:

@@ -57,6 +57,11 @@ def make_table(
         of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
         entries = [entry_of(found, score) for found in of_kinds for score in scores]
         rows.append([*(_fact(summary, fact) for fact in facts), *entries])
+    gains = gains_over_frozen(summaries, metrics)
+    for name, values in gains.items():
+        columns.append(("", name))
+        for row, value in zip(rows, values, strict=True):
+            row.append(value)
     cautions = cautions_of_rows(summaries)
     facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, cautions, strict=True)]
     settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
@@ -70,11 +75,57 @@ def make_table(
         notes=tuple(notes),
         align="l" + "c" * len(columns),
         higher_is_better=(False,) * len(facts)
-        + tuple(score.metric.better is not None for score in scores) * len(kinds),
+        + tuple(score.metric.better is not None for score in scores) * len(kinds)
+        + (False,) * len(gains),
         competes=competing(summaries),
         cautions=(*by_row(cautions, labels), *settings),
         row_notes=tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
     )
+
+
+def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, list[str | None]]:
+    """Columns of tables with a frozen backbone: trained parameters, and gains over rows without training.
+
+    The gain is the difference in MAP@R (else the first metric) of separated models to the best untrained pooling *by
+    validation*: of its features themselves (``head=identity``), and whitened (``head=learned_whitening``) to the row's
+    dimension.
+    """
+    training = [summary.get("training") or {} for summary in summaries]
+    if not any(own.get("frozen_until") for own in training):
+        return {}
+    metric = "map_at_r" if "map_at_r" in metrics else metrics[0]
+    label = score_named(metric).label
+
+    def score(summary: Mapping[str, Any]) -> float | None:
+        found = entry_of(next(iter(summary["scores"].values())), score_named(metric))
+        return None if found is None else found.mean
+
+    def best(head: str, dimension: int | None) -> float | None:
+        rows = [
+            summary
+            for summary, own in zip(summaries, training, strict=True)
+            if summary["choices"].get("head") == head and own.get("trained_parameters") == 0
+            if dimension is None or summary.get("dimension", {}).get("separated") == dimension
+            if metric in summary.get("validation", {})
+        ]
+        return score(max(rows, key=lambda row: row["validation"][metric])) if rows else None
+
+    def gains(head: str, same_dimension: bool) -> list[str | None]:
+        found: list[str | None] = []
+        for summary in summaries:
+            own, base = (
+                score(summary),
+                best(head, summary.get("dimension", {}).get("separated") if same_dimension else None),
+            )
+            found.append(None if own is None or base is None else f"{own - base:+.1f}")
+        return found
+
+    return {
+        "frozen": [own.get("frozen_until") for own in training],
+        "trained": [f"{own.get('trained_parameters', 0):,}" for own in training],
+        f"{label} over frozen": gains("identity", False),
+        "over whitened": gains("learned_whitening", True),
+    }
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
@@ -116,6 +167,9 @@ def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
         facts.append(
             f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
         )
+    if training := summary.get("training"):
+        views = f", {training['views']} cached views" if training["views"] else ""
+        facts.append(f"{' x '.join(map(str, training['image_size']))} pixels{views}")
     facts += [caution for caution in cautions if not caution.startswith(PARTIAL)]
     searched = queries(summary)
     if summary["n_gallery"] != summary["n_query"]:
