@@ -38,7 +38,7 @@ OF_LEVELS = {("pooling", "none"), ("head", "avsl"), ("loss", "layered"), ("loss"
 # tested in one: each option is in one of these rows.
 TOGETHER = (
     ("pooling", "loss", "fit", "optim", "schedule", "transform"),
-    ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths"),
+    ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths", "feature_cache"),
     ("miner", "regularizer", "rerank"),
     ("head",),
 )

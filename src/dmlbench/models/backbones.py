@@ -161,7 +161,7 @@ class Backbone(nn.Module):
             "std": self.std.flatten().tolist(),
         }
 
-    def stages(self) -> Mapping[str, Stage]:
+    def named_stages(self) -> Mapping[str, Stage]:
         """The steps of ``forward`` by name, in order; empty where the network cannot be cut."""
         return {}
 
@@ -176,7 +176,7 @@ class Backbone(nn.Module):
         if self.frozen_until == ALL:
             return self(self.preprocess(images))
         x = self.preprocess(images)
-        for name, stage in self.stages().items():
+        for name, stage in self.named_stages().items():
             x = stage.run(x)
             if name == self.frozen_until:
                 break
@@ -187,7 +187,7 @@ class Backbone(nn.Module):
         if self.frozen_until == ALL:
             return outputs
         (x,) = outputs
-        for stage in list(self.stages().values())[len(self._frozen_stages()) :]:
+        for stage in list(self.named_stages().values())[len(self._frozen_stages()) :]:
             x = stage.run(x)
         return (self.as_map(x, image_size),)
 
@@ -233,7 +233,7 @@ class Backbone(nn.Module):
     def _frozen_stages(self) -> list[Stage]:
         if self.frozen_until in (None, ALL):
             return []
-        stages = self.stages()
+        stages = self.named_stages()
         return [stages[name] for name in list(stages)[: list(stages).index(self.frozen_until) + 1]]
 
     def _frozen_modules(self) -> list[nn.Module]:
@@ -242,7 +242,7 @@ class Backbone(nn.Module):
         return [module for stage in self._frozen_stages() for module in stage.modules]
 
     def _check_stage(self, name: str) -> None:
-        stages = list(self.stages())
+        stages = list(self.named_stages())
         if name not in stages[:-1]:
             raise ConfigError(f"frozen_until: {closest(name, [*stages[:-1], ALL])}, got '{name}'.")
         if len(self.channels) > 1:
@@ -327,7 +327,7 @@ class TimmBackbone(Backbone):
     def as_map(self, x: Tensor, image_size: Sequence[int]) -> Tensor:
         return as_map(x, name=self._name, model=self.model, size=image_size)
 
-    def stages(self) -> Mapping[str, Stage]:
+    def named_stages(self) -> Mapping[str, Stage]:
         if self._out_indices is not None:
             return {}
         from timm.models import VisionTransformer  # here, as it takes a second or two to import
@@ -361,7 +361,7 @@ class TimmBackbone(Backbone):
         images = torch.linspace(-1, 1, 3 * side * side).view(1, 3, side, side)
         x, was_training = images, self.training
         self.eval()
-        for stage in self.stages().values():
+        for stage in self.named_stages().values():
             x = stage.run(x)
         same = torch.equal(self.as_map(x, images.shape[2:]), self(images)[-1])
         self.train(was_training)

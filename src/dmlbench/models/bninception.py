@@ -130,13 +130,13 @@ class BNInception(Backbone):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         x, maps = images, []
-        for name, stage in self.stages().items():
+        for name, stage in self.named_stages().items():
             x = stage.run(x)
             if name.removeprefix("inception_") in self._wanted:
                 maps.append(x)
         return tuple(maps)
 
-    def stages(self) -> Mapping[str, Stage]:
+    def named_stages(self) -> Mapping[str, Stage]:
         found = {
             "conv1": Stage(lambda x: _max_pool(self._apply_layers(x, "conv1_7x7_s2"), 2), self._layers("conv1_")),
             "conv2": Stage(  # to [B, 192, H/8, W/8]

@@ -48,5 +48,5 @@ class GoogLeNet(Backbone):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return (self.layers(images),)
 
-    def stages(self) -> Mapping[str, Stage]:
+    def named_stages(self) -> Mapping[str, Stage]:
         return {name: Stage(layer, [layer]) for name, layer in self.layers.named_children()}

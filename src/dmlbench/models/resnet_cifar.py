@@ -78,12 +78,12 @@ class ResNet20(Backbone):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         x, maps = images, []
-        for stage in self.stages().values():
+        for stage in self.named_stages().values():
             x = stage.run(x)
             maps.append(x)
         return tuple(maps[level + 1] for level in self._levels)
 
-    def stages(self) -> Mapping[str, Stage]:
+    def named_stages(self) -> Mapping[str, Stage]:
         found = {"conv1": Stage(self._stem, [self.conv1, self.bn1])}
         for level in range(self._levels[-1] + 1):
             layer = self.get_submodule(name := f"layer{level + 1}")
