@@ -1,4 +1,4 @@
-"""Columns of tables with a frozen backbone: the references are chosen by validation, at native and at the row's width."""
+"""Columns of tables with a frozen backbone: validation chooses the references, at native and at the row's width."""
 
 from typing import Any
 
