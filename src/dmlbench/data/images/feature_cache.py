@@ -19,11 +19,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from dmlbench.data.images.image_cache import build_lock
 from dmlbench.runtime import derive_seed
 from dmlbench.types import ConfigError, DataError, IntArray, check_at_least, check_choice
 
@@ -160,7 +160,7 @@ def complete_cache(
     cache.path.parent.mkdir(parents=True, exist_ok=True)
     part = cache.path.with_suffix(".part")
     try:
-        with FileLock(cache.path.with_suffix(".lock")):
+        with build_lock(cache.path, check):
             if not _is_complete(cache.path, head, total):
                 _build(part, cache, head, start, total, records, progress=progress, check=check, name=name)
                 os.replace(part, cache.path)

@@ -130,7 +130,7 @@ def cached_images(
         index = _read_index(path, header)
         if index is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path, check):
+            with build_lock(path, check):
                 index = _read_index(path, header)  # another process may have built it meanwhile
                 if index is None:
                     if path.exists():
@@ -188,7 +188,7 @@ def _read_index(path: Path, header: dict[str, Any]) -> Index | None:
         return None
 
 
-def _locked(path: Path, check: Callable[[], None]) -> AbstractContextManager[Any]:
+def build_lock(path: Path, check: Callable[[], None]) -> AbstractContextManager[Any]:
     lock = FileLock(path.with_suffix(".lock"))
     for attempt in itertools.count():
         try:
