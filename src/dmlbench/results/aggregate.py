@@ -159,7 +159,8 @@ def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:
     for key, result in results.items():
         for sign in result.get("degenerate", ()):
             runs.setdefault(sign, []).append(run_name(key))
-        same.setdefault(str(result.get("embeddings_sha256", key)), []).append(run_name(key))
+        if result["steps"] or "imported" in result:  # repeats without training are alike
+            same.setdefault(str(result.get("embeddings_sha256", key)), []).append(run_name(key))
     copied = [f"the same embeddings in {', '.join(names)}" for names in same.values() if len(names) > 1]
     return [f"{sign} ({', '.join(names)})" for sign, names in runs.items()] + copied
 
