@@ -126,7 +126,7 @@ def main() -> None:
             for name, (step, count) in steps.items():
                 times[name].append(seconds(step, count))
     median = {name: statistics.median(found) for name, found in times.items()}
-    print(f"{device_name(frozen.setup.device)}, {arguments.threads} threads, 64 images a step")
+    print(f"{device_name(frozen.setup.device)}, 64 images a step")
     for name, value in median.items():
         print(f"{name:30} {1e3 * value:9.2f} ms")
     print(f"without a cache / maps: {median['frozen, no cache'] / median['frozen, maps']:.0f}")

@@ -212,19 +212,23 @@ class Backbone(nn.Module):
         self.frozen_until = frozen_until
         for module in self._frozen_modules():
             module.requires_grad_(False)
+            if module is not self:
+                module.eval()
         for stage in self._frozen_stages():
             for parameter in stage.parameters:
                 parameter.requires_grad_(False)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "Backbone":
+        if self.frozen_until == ALL:  # its layers stay in evaluation mode: visiting all costs more than a cached step
+            self.training = mode
+            return self
         super().train(mode)
         if self._batch_norm != "none":
             for layer in self._batch_norms():
                 layer.eval()
         for module in self._frozen_modules():
-            if module is not self:
-                module.eval()
+            module.eval()
         return self
 
     def _batch_norms(self) -> list[_BatchNorm]:
