@@ -171,11 +171,11 @@ def use_feature_cache(
                 return model.pooled_features(images)[:, :, None, None]
             outputs = backbone.frozen_outputs(images)
         stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (images.shape[2], images.shape[3]))
-        if stored not in spec and spec:
+        if spec and stored != spec[0]:
             raise ConfigError(
                 f"feature_cache: images of {images.shape[2:]} and {spec[0].image_size} pixels. Crop alike."
             )
-        spec.append(stored)
+        spec[:] = [stored]
         return stored.pack(outputs)
 
     height, width = cfg.runtime.image_size

@@ -383,9 +383,8 @@ class TimmBackbone(Backbone):
         return vector
 
 
-_LAYOUTS: Sequence[
-    Sequence[tuple[str, ...]]
-] = (  # layers of timm's CNNs in the order of their forward pass, those of one stage together
+# Layers of timm's CNNs in the order of their forward pass, those of one stage together.
+_LAYOUTS: Sequence[Sequence[tuple[str, ...]]] = (
     (("conv_stem", "bn1"), ("blocks",), ("conv_head", "bn2")),  # EfficientNet
     (("conv1", "bn1", "act1", "maxpool"), ("layer1",), ("layer2",), ("layer3",), ("layer4",)),  # ResNet
     (("stem",), ("stages",), ("norm_pre",)),  # ConvNeXt
