@@ -34,8 +34,8 @@ def test_entries_are_complete_and_well_formed(source: Source) -> None:
     assert len(set(names)) == len(names)
     for archive in source.archives:
         assert archive.md5 is None or re.fullmatch("[0-9a-f]{32}", archive.md5)
-        assert all(url.endswith("/" + archive.name) for url in archive.urls)
-        assert not archive.urls or archive.md5  # nothing is downloaded that cannot be checked
+        assert all(url.endswith("/" + archive.name) for url in source.links(archive))
+        assert archive.md5 or not source.links(archive)  # nothing is downloaded that cannot be checked
     assert source.by_hand[-1] not in ".;"
 
 
