@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -62,19 +63,28 @@ def omniglot(
         raise ConfigError(f"image_size ({image_size}) must lie in [8, 105]; Omniglot's drawings are 105 x 105")
     folder, layout = FOLDER.find(root)
     drawings = _find_drawings(_find_places(folder, archives), check_counts=check_counts)
+    paths = list(drawings)
+
+    def inverted(image: Image.Image) -> NDArray[np.uint8]:
+        grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
+        return 255 - np.asarray(grey)  # the originals have black ink on white
+
+    def build() -> NDArray[np.uint8]:
+        logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
+        return decoded(drawings.values(), (image_size, image_size), inverted)
+
     key = {"version": _VERSION, "image_size": image_size, "drawings": content_digest(drawings)}
-    cached = cached_array(cache_dir, "omniglot", key=key, build=lambda: _read_drawings(drawings, image_size))
-    characters = list(dict.fromkeys(map(_character, drawings)))
-    class_of = {character: number for number, character in enumerate(characters)}
-    labels = np.array([class_of[_character(path)] for path in drawings], dtype=np.int64)
-    alphabets, alphabet = np.unique([path.split("/")[0] for path in drawings], return_inverse=True)
+    cached = cached_array(cache_dir, "omniglot", key=key, build=build)
+    characters = list(dict.fromkeys(map(_character, paths)))
+    labels = pd.Index(characters).get_indexer(pd.Index(map(_character, paths)))
+    alphabets, alphabet = np.unique([path.split("/")[0] for path in paths], return_inverse=True)
     evaluation = np.array([_is_evaluation(drawing) for drawing in drawings.values()])
     both = bool(evaluation.any() and not evaluation.all())
     role = np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters))
     cut = alphabets[np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])]  # none of the published halves
     listing = Listing(
         root="",
-        paths=list(drawings),
+        paths=paths,
         labels=labels,
         class_names=characters,
         role=role,
@@ -89,8 +99,13 @@ def omniglot(
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
-    """The archives to read, or their unpacked folders."""
-    present = {name: place for name in ARCHIVES if (place := _place(folder, name))}
+    """The archives to read, or their unpacked folders, which may lie in folders of their own."""
+    present = {}
+    for name in ARCHIVES:
+        unpacked = folder / name.removesuffix(".zip")
+        places = (folder / name, unpacked / unpacked.name, unpacked)
+        if place := next((place for place in places if place.exists()), None):
+            present[name] = place
     if archives is None:
         if "images_background.zip" in present:
             present = {name: place for name, place in present.items() if "_small" not in name}
@@ -103,14 +118,6 @@ def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
     if not archives:
         raise ConfigError("archives is empty; name at least one of " + ", ".join(ARCHIVES))
     return [present[name] for name in ARCHIVES if name in archives]
-
-
-def _place(folder: Path, archive: str) -> Path | None:
-    if (folder / archive).is_file():
-        return folder / archive
-    unpacked = folder / archive.removesuffix(".zip")
-    inner = unpacked / unpacked.name  # unpacked to a folder of its own
-    return inner if inner.is_dir() else unpacked if unpacked.is_dir() else None
 
 
 def _find_drawings(places: Sequence[Path], *, check_counts: bool) -> dict[str, StoredImage]:
@@ -148,17 +155,6 @@ def _check_counts(place: Path, drawings: Iterable[str]) -> None:
             f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are {wanted}; "
             "download it again, or accept a subset with dataset.table.check_counts=false"
         )
-
-
-def _read_drawings(drawings: Mapping[str, StoredImage], image_size: int) -> NDArray[np.uint8]:
-    """[N, image_size, image_size] uint8, ink 255 on 0."""
-    logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
-
-    def inverted(image: Image.Image) -> NDArray[np.uint8]:
-        grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
-        return 255 - np.asarray(grey)  # the originals have black ink on white
-
-    return decoded(drawings.values(), (image_size, image_size), inverted)
 
 
 @dataclass(frozen=True)
