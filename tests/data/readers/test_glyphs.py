@@ -109,11 +109,9 @@ def test_an_image_does_not_depend_on_the_chunk_it_is_rendered_in(
 def test_warping_equals_a_naive_loop_over_pixels() -> None:
     masters = master_glyphs((ord("R"), ord("g")), 40)
     edge, side = masters.shape[-1], 32
-    places = [
-        module._Place(which=0, face=3, size=0.9, angle=0.3, right=0.1, down=-0.05),
-        module._Place(which=1, face=9, size=1.3, angle=-2.0, right=0.0, down=0.2),
-    ]
-    warped = module._warp(masters, 40, places, side=side)
+    values = [(0, 3, 0.9, 0.3, 0.1, -0.05), (1, 9, 1.3, -2.0, 0.0, 0.2)]
+    places = [module._Places(*place) for place in values]
+    warped = module._warp(masters, 40, module._Places(*map(np.array, zip(*values, strict=True))), side=side)
     for place, image in zip(places, warped, strict=True):
         master = masters[place.which, place.face].astype(float)
         scale = 40 / (place.size * side)
@@ -173,8 +171,8 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
     seen: list[tuple[int, ...]] = []
     warp = module._warp
 
-    def spy(masters: np.ndarray, em: int, places: list[module._Place], *, side: int) -> np.ndarray:
-        seen.extend(tuple(p.which for p in places[i : i + 4]) for i in range(0, len(places), 4))
+    def spy(masters: np.ndarray, em: int, places: module._Places, *, side: int) -> np.ndarray:
+        seen.extend(map(tuple, places.which.reshape(-1, 4).tolist()))
         return warp(masters, em, places, side=side)
 
     monkeypatch.setattr(module, "_warp", spy)
