@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_sizes, fingerprint, halved_roles, make_table, rows_of_classes
+from dmlbench.data.image_table import file_contents, fingerprint, halved_roles, make_table, rows_of_classes
 from dmlbench.types import DataError, ImageTable
 
 
@@ -60,6 +60,6 @@ def test_a_table_whose_parts_do_not_fit_is_refused(changes: dict[str, object], m
 
 def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:
     (tmp_path / "here.png").write_bytes(b"12345")
-    assert file_sizes(tmp_path, ["here.png"], name="x").tolist() == [5]
+    assert file_contents(tmp_path, ["here.png"], name="x").tolist() == [5]
     with pytest.raises(DataError, match=r"lacks 12 of 13 image files.*m0\.png, .*m9\.png and 2 more"):
-        file_sizes(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")
+        file_contents(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")

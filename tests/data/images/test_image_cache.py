@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.image_table import file_sizes, make_table
+from dmlbench.data.image_table import file_contents, make_table
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages
@@ -56,7 +56,7 @@ def table_of(root: Path, order: list[int] | None = None) -> ImageTable:
         labels=labels if order is None else labels[order],
         class_names=["a", "b"],
         role=np.full(len(NAMES), "train"),
-        content=file_sizes(root, names, name="pictures"),
+        content=file_contents(root, names, name="pictures"),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from scipy.io import loadmat, savemat
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import file_contents
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.readers.cars196 import NAMES, cars196
 from dmlbench.types import DataError, ImageTable
@@ -99,7 +99,7 @@ def test_every_layout_gives_the_same_labels_classes_and_halves(tmp_path: Path, p
         assert table.class_names == tuple(NAMES[c - 1] for c in sorted(set(CLASSES)))
         expected = [(NAMES[c - 1], "train" if c <= 98 else "test") for c in CLASSES]
         assert by_class(table) == sorted(expected)
-        assert (file_sizes(table.root, table.paths, name="cars196") == 0).all()
+        assert (file_contents(table.root, table.paths, name="cars196") == 0).all()
 
 
 @pytest.mark.parametrize("has_boxes", [True, False])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import file_contents
 from dmlbench.data.readers.cub200 import FOLDER, cub200
 from dmlbench.types import DataError, ImageTable
 
@@ -70,7 +70,7 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
         assert table.class_names == (NAMES[1], NAMES[100], NAMES[101], NAMES[200])
         halves = {1: "train", 100: "train", 101: "test", 200: "test"}
         assert contents(table) == [(p, NAMES[c], halves[c]) for p, c in zip(images(), CLASSES, strict=True)]
-        assert (file_sizes(table.root, table.paths, name="cub200") == 5).all()
+        assert (file_contents(table.root, table.paths, name="cub200") == 5).all()
         assert table.layout == FOLDER.find(root)[1].description
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import Published, file_sizes
+from dmlbench.data.image_table import Published, file_contents
 from dmlbench.data.readers import sop as reader
 from dmlbench.data.readers.sop import sop
 from dmlbench.types import DataError
@@ -63,7 +63,7 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
         assert table.role.tolist() == [("train", "train", "test", "test")[c] for c in table.labels]
         assert table.super_labels is not None
         assert table.super_labels.tolist() == [4 * path.startswith("fan") for path in table.paths]
-        assert (file_sizes(table.root, table.paths, name="sop") == 0).all()
+        assert (file_contents(table.root, table.paths, name="sop") == 0).all()
         assert table.fingerprint == reference.fingerprint
 
 

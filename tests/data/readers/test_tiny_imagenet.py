@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import file_contents
 from dmlbench.data.readers.tiny_imagenet import tiny_imagenet
 from dmlbench.types import ConfigError, DataError
 
@@ -49,7 +49,7 @@ def test_every_layout_gives_the_same_labels_classes_and_halves(
         expected = {f"{wnid}_{i}.JPEG": c for c, wnid in enumerate(WNIDS) for i in range(2)}
         assert label_of == expected | {f"val_{i}.JPEG": i for i in range(4)}
         assert table.role.tolist() == ["train" if label < 2 else "test" for label in table.labels]
-        assert (file_sizes(table.root, table.paths, name="tiny_imagenet") == 0).all()
+        assert (file_contents(table.root, table.paths, name="tiny_imagenet") == 0).all()
 
 
 def test_parts_are_merged_as_asked_for(tmp_path: Path) -> None:

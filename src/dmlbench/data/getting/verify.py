@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ImageFile
 
-from dmlbench.data.image_table import counts_by_role, file_sizes
+from dmlbench.data.image_table import counts_by_role, file_contents
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.originals import Header, deviations, read_header
@@ -63,7 +63,7 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
     """Decode all images of a data set, or compare the pixels of one that is held as an array."""
     if table.pixels is not None:
         return _verify_pixels(table, watch)
-    sizes = file_sizes(table.root, table.paths, name=table.name)
+    sizes = file_contents(table.root, table.paths, name=table.name)
     _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
     has_rival = (counts[inverse] > 1).tolist()  # only files of one size can be the same
     paths = table.paths.tolist()
