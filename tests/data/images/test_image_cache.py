@@ -217,7 +217,7 @@ def test_a_disk_that_fills_leaves_nothing(table: ImageTable, tmp_path: Path, mon
         monkeypatch.context() as patch,
         pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"),
     ):
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(image_cache, "short_side_resized", full)
         cached_images(table, tmp_path / "cache", short_side=32)
     assert files_in(tmp_path / "cache") == []
 

@@ -70,13 +70,9 @@ class CachedImages:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._unreleased = size
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=offset)
-        if not self._checked[k]:
-            if zlib.crc32(pixels.data) != checksum:
-                return self._decoded(row, checksum)
+        if self._checked[k] or zlib.crc32(pixels.data) == checksum:
             self._checked[k] = True
-        return pixels.reshape(height, width, 3)
-
-    def _decoded(self, row: int, checksum: int) -> NDArray[np.uint8]:
+            return pixels.reshape(height, width, 3)
         if not self._is_damaged:
             logger.warning(
                 "%s is damaged; remove it to build it again. Damaged images are decoded meanwhile", self.path
@@ -118,14 +114,8 @@ def cached_images(
     order = np.argsort(table.paths, kind="stable")
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
-    header = {
-        "version": VERSION,
-        "fingerprint": table.fingerprint,
-        "stamp": stamp,
-        "count": len(table),
-        "short_side": short_side,
-        "kernel": kernel,
-    }
+    header = {"version": VERSION, "fingerprint": table.fingerprint, "stamp": stamp, "count": len(table)}
+    header |= {"short_side": short_side, "kernel": kernel}
     try:
         index = _read_index(path, header)
         if index is None:
@@ -211,27 +201,19 @@ def _build(
 ) -> Index:
     index = np.zeros(len(names), dtype=_ENTRY)
     head = _head(header)
-    end = len(head) + len(_encoded(index))
     lock = threading.Lock()
     with whole_file(path) as file:
+        file.seek(len(head) + len(_encoded(index)))
 
         def store(k: int) -> None:
-            nonlocal end
-            image = np.ascontiguousarray(
-                short_side_resized(read_image(names[k]), header["short_side"], header["kernel"])
-            )
+            resized = short_side_resized(read_image(names[k]), header["short_side"], header["kernel"])
+            image = np.ascontiguousarray(resized)
+            checksum = zlib.crc32(image.data)
             with lock:
-                offset, end = end, end + image.nbytes
-            index[k] = (offset, *image.shape[:2], zlib.crc32(image.data))
-            _write_all(file.fileno(), image, offset)
+                index[k] = (file.tell(), *image.shape[:2], checksum)
+                file.write(image.data)
 
         for_each(store, len(names), num_threads=num_threads, watch=watch, check=check)
-        _write_all(file.fileno(), head + _encoded(index), 0)
+        file.seek(0)
+        file.write(head + _encoded(index))
     return index
-
-
-def _write_all(handle: int, data: Any, offset: int) -> None:
-    view = memoryview(data).cast("B")
-    while len(view):
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
