@@ -19,16 +19,7 @@ from dmlbench.data.protocols import Protocol
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.external import Schema, validated
 from dmlbench.runtime import read_json
-from dmlbench.types import (
-    ConfigError,
-    DataError,
-    ImageTable,
-    IntArray,
-    RetrievalSet,
-    Split,
-    check_choice,
-    closest,
-)
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split, check_choice, closest
 
 FORMAT = "dmlbench oodml splits 1"
 SELECTIONS = ("official_test", "val")

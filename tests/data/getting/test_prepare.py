@@ -165,12 +165,7 @@ def test_an_archive_of_something_else_leaves_nothing(tmp_path: Path) -> None:
         ("cub200", [], ["nothing.tgz"], r"nothing\.tgz' is no file; correct archives"),
         ("cub200", ["CUB_200_2011.tgz", "cub200/mine.txt"], [], r"has md5 \w+ \(4 bytes\), but the published"),
         ("omniglot", ["foo.zip"], ["foo.zip"], "must have its published name"),
-        (
-            "omniglot",
-            ["omniglot/images_background.zip"],
-            [],
-            r"nor is images_evaluation\.zip; images_background",
-        ),
+        ("omniglot", ["omniglot/images_background.zip"], [], r"nor is images_evaluation\.zip; images_background"),
         (
             "omniglot",
             ["omniglot/images_background.zip", "omniglot/images_evaluation.zip"],

@@ -213,10 +213,7 @@ def test_a_disk_that_fills_leaves_nothing(table: ImageTable, tmp_path: Path, mon
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"),
-    ):
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"):
         patch.setattr(image_cache, "short_side_resized", full)
         cached_images(table, tmp_path / "cache", short_side=32)
     assert files_in(tmp_path / "cache") == []

@@ -195,10 +195,7 @@ def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_pa
         ("path,label\n1.png\n", "has the row '1.png, ', expected a value in each"),
         ("path,label\n1.png,a,b\n", "as many values in each row"),
         ("path,label\n1.png,a\n2.png,a,b\n", "is no CSV .*line 3"),
-        (
-            "path,label,role\n1.png,a,trian\n",
-            "has the row '1.png, a, trian', .*; roles are train, test, query",
-        ),
+        ("path,label,role\n1.png,a,trian\n", "has the row '1.png, a, trian', .*; roles are train, test, query"),
         ("path,label\n1.png,a\n.//1.png,b\n", r"lists images twice: 1\.png"),
         ("path,label\n../1.png,a\n", r"lists images outside of .*: \.\./1\.png"),
         ("path,label,label\n1.png,a,b\n", "has the columns"),

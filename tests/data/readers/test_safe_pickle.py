@@ -88,10 +88,7 @@ def test_damage_is_one_message() -> None:
     [
         (b"\x80\x04)" + b"\x85" * 300_000 + b".", "more than 10,000 tuples"),
         (b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".", "more than 50 levels deep"),
-        (
-            b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(40)) + b".",
-            "more than 1,000,000",
-        ),
+        (b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(40)) + b".", "more than 1,000,000"),
     ],
 )
 def test_nested_containers_are_bounded(content: bytes, message: str) -> None:

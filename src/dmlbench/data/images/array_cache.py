@@ -29,11 +29,7 @@ class CachedArray:
 
 
 def cached_array(
-    cache_dir: str | Path,
-    name: str,
-    *,
-    key: Mapping[str, Any],
-    build: Callable[[], NDArray[np.uint8]],
+    cache_dir: str | Path, name: str, *, key: Mapping[str, Any], build: Callable[[], NDArray[np.uint8]]
 ) -> CachedArray:
     """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
 
