@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from scipy.io import loadmat, savemat
+from scipy.io import savemat
 
 from dmlbench.data.image_table import file_contents
 from dmlbench.data.images.pixels import read_image
@@ -132,8 +132,6 @@ def test_an_unknown_class_folder_is_named_with_the_nearest_class(tmp_path: Path)
     [
         ({"relative_im_path": ["a.jpg"], "class": [0]}, NAMES, "has classes from 0 to 0, but they count from 1 to 196"),
         ({"relative_im_path": ["a.jpg"], "class": [197]}, NAMES, "has classes from 197 to 197, but"),
-        ({"relative_im_path": ["../x.jpg"], "class": [1]}, NAMES, r"lists images outside of '.*': \.\./x\.jpg"),
-        ({"relative_im_path": ["car_ims/9.jpg"], "class": [1]}, NAMES, r"lacks 1 of 1 image files .*car_ims/9\.jpg"),
         ({"fname": ["1.jpg"]}, NAMES, r"cannot read its annotations '.*cars_annos\.mat'"),
         ({}, sorted(NAMES), "does not name the 196 published classes in their order"),
         ({}, NAMES[:-1], "does not name the 196 published classes in their order"),
@@ -209,12 +207,6 @@ def test_the_complete_annotations_have_the_published_counts(shared_dir: Path, tm
 
 
 @pytest.mark.data
-def test_names_are_those_of_the_annotations(shared_dir: Path) -> None:
-    content = loadmat(shared_dir / "data/cars196/metadata/cars_meta.mat", squeeze_me=True)
-    assert tuple(content["class_names"].tolist()) == NAMES
-
-
-@pytest.mark.data
 def test_real_images_are_found_and_read(shared_dir: Path, tmp_path: Path) -> None:
     with tarfile.open(shared_dir / "data" / "cars196" / "cars196_subset.tar") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -223,6 +215,4 @@ def test_real_images_are_found_and_read(shared_dir: Path, tmp_path: Path) -> Non
     assert (len(table), table.num_classes) == (588, 196)
     assert int((table.role == "train").sum()) == 294
     assert table.class_names[0] == "AM General Hummer SUV 2000"
-    image = read_image(Path(table.root) / table.paths[0])
-    assert image.mode == "RGB"
-    assert min(image.size) > 50
+    assert min(read_image(Path(table.root) / table.paths[0]).size) > 50

@@ -78,9 +78,7 @@ def test_images_of_the_papers_come_before_the_large_ones(tmp_path: Path) -> None
     ("row", "message"),
     [
         (("img/MEN/Denim/id_9/x.jpg", "id_9", "test"), r"line 9 of '.*' has the evaluation_status 'test', expected"),
-        (("img/../../x/y.jpg", "id_9", "train"), r"lists images outside of .*: \.\./\.\./x/y\.jpg"),
         (("MEN/Denim/id_9/x.jpg", "id_9", "train"), r"line 9 of '.*' has the image_name 'MEN.*', expected img/<gen"),
-        (("img/MEN/Denim/id_9/x.jpg", "id_9", "train"), r"lacks 1 of 7 image files .*: MEN/Denim/id_9/x\.jpg"),
         (("img/MEN/Denim/id_9/x.jpg", "id_00000007", "train"), "1 classes both to train and to test on: id_00000007"),
     ],
 )
