@@ -120,12 +120,6 @@ def test_the_torch_kernel_is_at_most_one_grey_level_away() -> None:
         assert (apart > 0).mean() < 0.03  # even on noise
 
 
-def test_the_first_resize_can_be_left_out() -> None:
-    transform = random_resized_crop(resize=None, crop=64, scale=(1, 1), ratio=(1, 1), flip=0)
-    image = picture(64, 64)
-    np.testing.assert_array_equal(applied(transform, image, 5), np.asarray(image))
-
-
 def batch_of(images: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(images))
 

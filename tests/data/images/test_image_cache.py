@@ -18,7 +18,6 @@ from dmlbench.data.image_table import file_contents, make_table
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages
-from dmlbench.data.readers.folder import folder
 from dmlbench.types import DataError, ImageTable
 
 NAMES = ("wide.jpg", "tall.jpg", "grey.png", "palette.gif", "cmyk.jpg", "turned.jpg", "small.png", "deep.png")
@@ -49,15 +48,9 @@ def table(tmp_path: Path) -> ImageTable:
 def table_of(root: Path, order: list[int] | None = None) -> ImageTable:
     names = [NAMES[i] for i in order or range(len(NAMES))]
     labels = np.arange(len(NAMES)) % 2
-    return make_table(
-        "pictures",
-        root,
-        paths=names,
-        labels=labels if order is None else labels[order],
-        class_names=["a", "b"],
-        role=np.full(len(NAMES), "train"),
-        content=file_contents(root, names, name="pictures"),
-    )
+    parts = {"role": np.full(len(NAMES), "train"), "content": file_contents(root, names, name="pictures")}
+    labels = labels if order is None else labels[order]
+    return make_table("pictures", root, paths=names, labels=labels, class_names=["a", "b"], **parts)
 
 
 def files_in(folder: Path) -> list[str]:
@@ -104,20 +97,6 @@ def test_an_image_that_was_edited_is_decoded_again(table: ImageTable, tmp_path: 
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert cached_images(table, tmp_path / "cache", short_side=32).path == before.path
-
-
-@pytest.mark.parametrize("suffix", ["tiff", "jpg", "png", "webp"])
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_images_turned_by_exif_are_cached_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    for label in ("a", "b"):
-        (tmp_path / label).mkdir()
-        Image.new("RGB", (96, 64)).save(tmp_path / label / f"1.{suffix}", exif=exif)
-    table = folder(tmp_path)
-    cached = cached_images(table, tmp_path / "cache", short_side=32)
-    assert cached.read(0).shape == ((48, 32, 3) if orientation in (6, 8) else (32, 48, 3))
-    np.testing.assert_array_equal(cached.read(0), DecodedImages(table, short_side=32).read(0))
 
 
 def test_tables_of_another_row_order_share_it(table: ImageTable, tmp_path: Path) -> None:
@@ -213,8 +192,8 @@ def test_a_disk_that_fills_leaves_nothing(table: ImageTable, tmp_path: Path, mon
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"):
-        patch.setattr(image_cache, "short_side_resized", full)
+    monkeypatch.setattr(image_cache, "short_side_resized", full)
+    with pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"):
         cached_images(table, tmp_path / "cache", short_side=32)
     assert files_in(tmp_path / "cache") == []
 

@@ -90,20 +90,15 @@ def test_seed_and_style_decide_the_pixels_and_the_cache_does_not(data_set: type[
         assert other.fingerprint != first.fingerprint
 
 
-def test_an_image_does_not_depend_on_how_many_are_asked_for(tmp_path: Path) -> None:
+def test_an_image_does_not_depend_on_how_many_are_asked_for_or_rendered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = glyphs(cache_dir=tmp_path, num_classes=4, images_per_class=2).pixels
+    monkeypatch.setattr(module, "_CHUNK", 7)
     more = glyphs(cache_dir=tmp_path, num_classes=9, images_per_class=5).pixels
     assert few is not None
     assert more is not None
     np.testing.assert_array_equal(few.reshape(4, 2, 64, 64), more.reshape(9, 5, 64, 64)[:4, :2])
-
-
-def test_an_image_does_not_depend_on_the_chunk_it_is_rendered_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = glyphs_collage(cache_dir=tmp_path / "a", **SMALL)
-    monkeypatch.setattr(module, "_CHUNK", 5)
-    np.testing.assert_array_equal(whole.pixels, glyphs_collage(cache_dir=tmp_path / "b", **SMALL).pixels)
 
 
 def test_warping_equals_a_naive_loop_over_pixels() -> None:
@@ -132,17 +127,9 @@ def test_warping_equals_a_naive_loop_over_pixels() -> None:
 
 
 def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact(tmp_path: Path) -> None:
-    table = glyphs(
-        cache_dir=tmp_path,
-        num_classes=2,
-        images_per_class=4,
-        size_range=(0.7, 0.7),
-        rotation_degrees=0,
-        shift=0,
-        background_range=(0.2, 0.2),
-        contrast_range=(0.6, 0.6),
-        noise_range=(0, 0),
-    )
+    still = {"size_range": (0.7, 0.7), "rotation_degrees": 0, "shift": 0, "noise_range": (0, 0)}
+    levels = {"background_range": (0.2, 0.2), "contrast_range": (0.6, 0.6)}
+    table = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=4, **still, **levels)
     assert table.pixels is not None
     for image in table.pixels:
         assert (image.min(), image.max()) == (51, 51 + 153)
@@ -152,14 +139,8 @@ def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact
 
 
 def test_noise_has_the_standard_deviation_that_was_asked_for(tmp_path: Path) -> None:
-    noise = glyphs(
-        cache_dir=tmp_path,
-        num_classes=2,
-        images_per_class=2,
-        contrast_range=(0, 0),
-        background_range=(0.5, 0.5),
-        noise_range=(0.1, 0.1),
-    ).pixels
+    levels = {"contrast_range": (0, 0), "background_range": (0.5, 0.5), "noise_range": (0.1, 0.1)}
+    noise = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=2, **levels).pixels
     assert noise is not None
     assert np.std(noise) == pytest.approx(25.5, rel=0.03)
     assert np.mean(noise) == pytest.approx(127.5, abs=1)
