@@ -61,16 +61,16 @@ def _list(cfg: DictConfig, config_dir: Path | None) -> None:
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         lines = [f"{name:<15} {first.lstrip('# ')}"]
         if (source := SOURCES.get(name)) is not None:
-            if (found := source.find(root)) is None:
+            if (found := source.found(root)) is None:
                 lines += [f"not found in {root}"]
             else:
                 lines += [f"found in {found[0]}: {found[1].description}"]
                 try:
-                    notes = source.place.notes(root)
+                    notes = source.notes(root)
                     lines += [f"NOT AS PUBLISHED: {'; '.join(notes)}"] * bool(notes)
                 except DataError as error:
                     lines += [f"cannot be read: {error}"]
-            lines += [f"published: {source.place.published}"]
+            lines += [f"published: {source.published}"]
         print(f"\n{'':<15} ".join(lines))
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
@@ -84,7 +84,7 @@ def _load(cfg: DictConfig, name: str) -> ImageTable:
     source = SOURCES.get(name)
     if source is not None and "root" in cfg.dataset.table:
         try:
-            source.place.find(cfg.dataset.table.root)
+            source.find(cfg.dataset.table.root)
         except DataError as error:
             downloads = all(map(source.links, source.alternatives[0]))
             how = "downloads it" if downloads else "extracts the archives, once they are there"
@@ -109,7 +109,7 @@ def _verify(cfg: DictConfig, name: str) -> None:
     table = _load(cfg, name)
     counts = "unknown"
     if name in SOURCES:
-        expected = SOURCES[name].place.published
+        expected = SOURCES[name].published
         counts = "published" if counts_by_role(table.labels, table.role) == dict(expected.by_role) else "others"
         print(f"  published: {expected}" + ("" if counts == "published" else " (not what is here)"))
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.

@@ -16,8 +16,9 @@ import pooch
 import pytest
 from filelock import FileLock
 
-from dmlbench.data.getting.catalog import SOURCES, Archive, Source
+from dmlbench.data.getting.catalog import SOURCES
 from dmlbench.data.getting.prepare import MARKER, Part, extract, prepare, read_marker
+from dmlbench.data.readers.layouts import Archive, DataFolder
 from dmlbench.types import DataError
 
 FILES = {"set/list.txt": b"1 a.jpg\n", "set/images/ä.jpg": bytes(range(256)) * 20, "set/images/b.jpg": b"", "c": b"c"}
@@ -88,7 +89,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
 
 
-def source_of(archive: Path, *mirrors: str) -> Source:
+def source_of(archive: Path, *mirrors: str) -> DataFolder:
     """The birds, published as this archive."""
     published = Archive("CUB_200_2011.tgz", hashlib.md5(archive.read_bytes()).hexdigest())
     return replace(SOURCES["cub200"], alternatives=((published,),), mirrors=mirrors)

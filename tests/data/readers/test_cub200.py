@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dmlbench.data.image_table import file_contents
-from dmlbench.data.readers.cub200 import FOLDER, cub200, year_of
+from dmlbench.data.readers.cub200 import OF_2011, cub200, year_of
 from dmlbench.data.readers.cub200_2010 import cub200_2010
 from dmlbench.types import DataError, ImageTable
 
@@ -74,7 +74,7 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
         halves = {1: "train", 100: "train", 101: "test", 200: "test"}
         assert contents(table) == [(p, NAMES[c], halves[c]) for p, c in zip(images(), CLASSES, strict=True)]
         assert (file_contents(table.root, table.paths, name="cub200") == 5).all()
-        assert table.layout == FOLDER.find(root)[1].description
+        assert table.layout == OF_2011.find(root)[1].description
 
 
 def test_boxes_belong_to_images_by_their_ids(tmp_path: Path) -> None:

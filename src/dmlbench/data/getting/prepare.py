@@ -20,8 +20,8 @@ from typing import Any, Self
 import pooch
 from filelock import FileLock, Timeout
 
-from dmlbench.data.getting.catalog import Archive, Source
 from dmlbench.data.image_table import leaves_root
+from dmlbench.data.readers.layouts import Archive, DataFolder
 from dmlbench.runtime import whole_file
 from dmlbench.types import DataError
 
@@ -56,7 +56,7 @@ class Part:
 
 
 def prepare(
-    source: Source,
+    source: DataFolder,
     root: str | Path,
     *,
     given: Sequence[str | Path] = (),
@@ -76,7 +76,7 @@ def prepare(
     """
     root = Path(os.path.abspath(root))
     place = root / source.name
-    found = source.find(root)
+    found = source.found(root)
     if found is not None and not _is_partial(source, found[0]):
         if source.is_read_packed:
             packed = [path for archive in source.archives if (path := found[0] / archive.name).is_file()]
@@ -104,11 +104,11 @@ def prepare(
         raise DataError(
             f"cannot prepare '{place}' ({error}); free some space, or set paths.data_dir to a folder you can write"
         ) from error
-    folder, layout = source.place.find(root)
+    folder, layout = source.find(root)
     return Prepared(folder, layout.description, was_there=False)
 
 
-def _is_partial(source: Source, folder: Path) -> bool:
+def _is_partial(source: DataFolder, folder: Path) -> bool:
     present = [
         (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
         for archive in source.alternatives[0]
@@ -116,7 +116,7 @@ def _is_partial(source: Source, folder: Path) -> bool:
     return source.is_read_packed and any(present) and not all(present)
 
 
-def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], download: bool) -> list[Path]:
+def _gather(source: DataFolder, root: Path, place: Path, given: Sequence[Path], download: bool) -> list[Path]:
     """The files to use: given, found, or downloaded."""
     for path in given:
         if not path.is_file():
@@ -146,7 +146,7 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
     return [files[archive.name] for archive in wanted]
 
 
-def _download(source: Source, archive: Archive, folder: Path) -> Path:
+def _download(source: DataFolder, archive: Archive, folder: Path) -> Path:
     """Download and verify an archive from the first of its links that works."""
     for url in source.links(archive):
         downloader = pooch.HTTPDownloader if url.startswith("http") else pooch.FTPDownloader
@@ -164,7 +164,7 @@ def _download(source: Source, archive: Archive, folder: Path) -> Path:
 
 
 def _checked(
-    source: Source, files: Sequence[Path], accept_other_checksum: bool, report: Callable[[str], None]
+    source: DataFolder, files: Sequence[Path], accept_other_checksum: bool, report: Callable[[str], None]
 ) -> list[Part]:
     """The files with their checksums, which must be published ones unless others are accepted."""
     by_name = {archive.name: archive for archive in source.archives}
@@ -199,11 +199,11 @@ def _free_place(place: Path, parts: Sequence[Part]) -> Path:
     return place
 
 
-def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
-    if source.find(folder) is None:
+def _check_layout(source: DataFolder, folder: Path, parts: Sequence[Part]) -> None:
+    if source.found(folder) is None:
         names = ", ".join(f"'{part.path}'" for part in parts)
         raise DataError(
-            f"{names} holds no layout of {source.title} that is known; expected {source.place.expected}; extract it by "
+            f"{names} holds no layout of {source.title} that is known; expected {source.expected}; extract it by "
             "hand and point dataset.table.root at the right folder"
         )
 

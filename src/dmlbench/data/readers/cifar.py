@@ -14,7 +14,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.lists import read_file
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, file_stamp, images_by_path
@@ -33,7 +33,7 @@ _DAMAGED = (OSError, EOFError, tarfile.TarError, LZMAError, zlib.error)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cifar(DataFolder):
     """One of the two data sets; its layouts read to the path of the python version, or to images by path.
 
@@ -59,9 +59,16 @@ class Cifar(DataFolder):
 
 
 def _cifar(
-    name: str, title: str, classes: tuple[str, ...], folder: str, batches: tuple[str, ...], **keys: Any
+    name: str,
+    title: str,
+    classes: tuple[str, ...],
+    archive: Archive,
+    *,
+    folder: str,
+    batches: tuple[str, ...],
+    **keys: Any,
 ) -> Cifar:
-    stem = folder.replace("-batches-py", "-python")
+    stem = archive.name.removesuffix(".tar.gz")
     archives = "|".join(f"{stem}.{suffix}" for suffix in ("tar.gz", "tar.xz", "tar.bz2", "tgz", "tar"))
     zips = f"{name}.zip|{name}[!0-9]*.zip"
     tree = f"train/{classes[0]}", f"test/{classes[0]}"
@@ -79,12 +86,19 @@ def _cifar(
         layouts=(
             Layout(f"the python version in {folder}", tuple(f"{folder}/{b}" for b in batches), lambda at: at / folder),
             Layout("the python version's files", (*batches, keys["meta"]), lambda at: at),
-            Layout(f"the python version's archive ({stem}.tar.gz)", (archives,), lambda at: resolve(at, archives)),
+            Layout(f"the python version's archive ({archive.name})", (archives,), lambda at: resolve(at, archives)),
             Layout(f"images in train and test, such as {tree[0]}", tree, images),
             Layout(f"a {name}*.zip of images in train and test", (zips,), lambda at: images(resolve(at, zips))),
         ),
-        remedy=f"put {stem}.tar.gz there, unpacked or not",
+        remedy=f"put {archive.name} there, unpacked or not",
         published=Published({role: (30_000, len(classes) // 2) for role in ("train", "test")}),
+        home="https://www.cs.toronto.edu/~kriz/cifar.html",
+        terms="none stated; cite the report",
+        citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+        alternatives=((archive,),),
+        by_hand=f"get {archive.name} (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
+        mirrors=("https://www.cs.toronto.edu/~kriz/",),
+        is_read_packed=True,
         classes=classes,
         folder=folder,
         batches=batches,
@@ -92,12 +106,25 @@ def _cifar(
     )
 
 
-_BATCHES_10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 FOLDER_10 = _cifar(
-    "cifar10", "CIFAR-10", CLASSES_10, "cifar-10-batches-py", _BATCHES_10, meta="batches.meta", prefix=""
+    "cifar10",
+    "CIFAR-10",
+    CLASSES_10,
+    Archive("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", 170_498_071),
+    folder="cifar-10-batches-py",
+    batches=(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
+    meta="batches.meta",
+    prefix="",
 )
 FOLDER_100 = _cifar(
-    "cifar100", "CIFAR-100", CLASSES_100, "cifar-100-python", ("train", "test"), meta="meta", prefix="fine_"
+    "cifar100",
+    "CIFAR-100",
+    CLASSES_100,
+    Archive("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
+    folder="cifar-100-python",
+    batches=("train", "test"),
+    meta="meta",
+    prefix="fine_",
 )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, resolve
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ImageTable, Originals
 
@@ -78,4 +78,11 @@ FOLDER = DataFolder(
     layouts=(Layout(_DESCRIPTION, (_LIST, _IMAGES), _of_list),),
     remedy="put list_eval_partition.txt and the unpacked img.zip there",
     published=Published({"train": (25_882, 3_997), "query": (14_218, 3_985), "gallery": (12_612, 3_985)}),
+    home="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
+    terms="non-commercial research and education, by an agreement with MMLAB (CUHK)",
+    citation="Z. Liu et al., DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations, "
+    "CVPR 2016",
+    alternatives=((Archive("img.zip"), Archive("list_eval_partition.txt")),),
+    by_hand="follow the agreement at mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html, then get "
+    "Img/img.zip and Eval/list_eval_partition.txt",
 )

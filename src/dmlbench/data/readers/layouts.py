@@ -37,16 +37,29 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Archive:
+    """One file that a data set is published as; files without a checksum are not downloaded."""
+
+    name: str
+    md5: str | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True)
 class DataFolder:
-    """A published data set on disk.
+    """A published data set: how it lies on disk, and where it comes from.
 
     Attributes:
-        name: in the configuration.
-        title: in messages.
+        name: in the configuration; ``title`` in messages.
         usual_names: of its folder; case, blanks and punctuation do not matter.
         layouts: the preferred one first.
-        remedy: how to get the data.
+        remedy: what to put there where it is not found.
         published: the counts that identify the benchmark.
+        terms: permitted use, as far as the publisher states it.
+        alternatives: sets of files, each of which is the complete data set; the preferred one first.
+        by_hand: how to get the files without this program.
+        mirrors: folders to download the files from; none where links are dead or an agreement is needed.
+        is_read_packed: whether the archives are read without unpacking.
     """
 
     name: str
@@ -55,6 +68,28 @@ class DataFolder:
     layouts: tuple[Layout, ...]
     remedy: str
     published: Published
+    home: str
+    terms: str
+    citation: str
+    alternatives: tuple[tuple[Archive, ...], ...]
+    by_hand: str
+    mirrors: tuple[str, ...] = ()
+    is_read_packed: bool = False
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        return tuple(archive for files in self.alternatives for archive in files)
+
+    def links(self, archive: Archive) -> list[str]:
+        """Where to download an archive from."""
+        return [mirror + archive.name for mirror in self.mirrors if archive.md5]
+
+    def found(self, root: str | Path) -> tuple[Path, Layout] | None:
+        """Like ``find``, but None where no layout is complete."""
+        try:
+            return self.find(root)
+        except DataError:
+            return None
 
     @property
     def expected(self) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, halved_roles, shorten, table_of
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, images_by_path
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
@@ -179,4 +179,19 @@ FOLDER = _Omniglot(
     remedy="download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder "
     "python)",
     published=_PUBLISHED,
+    home="https://github.com/brendenlake/omniglot",
+    terms="MIT licence",
+    citation="B. Lake, R. Salakhutdinov, J. Tenenbaum, Human-level concept learning through probabilistic program "
+    "induction, Science 350, 2015",
+    alternatives=(
+        (
+            Archive("images_background.zip", "68d2efa1b9178cc56df9314c21c6e718"),
+            Archive("images_evaluation.zip", "6b91aef0f799c5bb55b94e3f2daec811"),
+        ),
+        (Archive("images_background_small1.zip"),),
+        (Archive("images_background_small2.zip"),),
+    ),
+    by_hand="get images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder python)",
+    mirrors=("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/",),
+    is_read_packed=True,
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, resolve
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ImageTable, Originals
 
@@ -59,4 +59,10 @@ FOLDER = DataFolder(
     ),
     remedy="unpack Stanford_Online_Products.zip there",
     published=Published({"train": (59_551, 11_318), "test": (60_502, 11_316)}),
+    home="https://cvgl.stanford.edu/projects/lifted_struct/",
+    terms="research; the images belong to the sellers who put them on eBay",
+    citation="H. Oh Song et al., Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016",
+    alternatives=((Archive("Stanford_Online_Products.zip", "7f73d41a2f44250d4779881525aea32e"),),),
+    by_hand="get Stanford_Online_Products.zip from cvgl.stanford.edu/projects/lifted_struct",
+    mirrors=("http://ftp.cs.stanford.edu/cs/cvgl/", "ftp://cs.stanford.edu/cs/cvgl/"),
 )

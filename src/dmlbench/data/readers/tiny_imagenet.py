@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, images_in, subfolders
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ConfigError, DataError, ImageTable, Originals
 
@@ -89,6 +89,12 @@ def _with_parts(parts: tuple[str, ...]) -> DataFolder:
         ),
         remedy="unpack tiny-imagenet-200.zip there",
         published=_PUBLISHED_OF_PARTS[parts],
+        home="http://cs231n.stanford.edu/",
+        terms="ImageNet's terms: non-commercial research and education",
+        citation="Y. Le, X. Yang, Tiny ImageNet Visual Recognition Challenge, CS231N report, Stanford 2015",
+        alternatives=((Archive("tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", 248_100_043),),),
+        by_hand="get tiny-imagenet-200.zip from cs231n.stanford.edu",
+        mirrors=("http://cs231n.stanford.edu/",),
     )
 
 
