@@ -30,10 +30,8 @@ class Listing:
         super_labels: [N] ids of the super-classes, or None.
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
         notes: how the data may differ from the published ones, as far as names tell.
-        layout: which of the known layouts was found, in words.
         remedy: how to resolve classes in both halves, for the message.
-        pixels: [N, H, W] or [N, H, W, 3] uint8; None for files.
-        digest: of ``pixels``.
+        pixels: [N, H, W] or [N, H, W, 3] uint8, whose digest is ``digest``; None for files.
     """
 
     root: str | Path
@@ -82,7 +80,6 @@ def table_of(
     """The table of a listing whose images are all there; files are sorted by path, whatever the order of the lists.
 
     Args:
-        published: the benchmark's counts, if any.
         check_counts: require them. False takes a subset: classes without images are left out, the others keep their
             order and half.
         place: what the images were read from, for messages; ``listing.root`` by default.

@@ -22,7 +22,6 @@ class Protocol:
 
     Attributes:
         num_repeats: independent runs of each fold.
-        least_folds: fewest folds that the protocol can work with.
         aggregation: the rule that aggregates the runs: a key of ``results.rules.RULES``, or the importable name of one.
         leaves_plan: whether a run leaves its length and learning rates as the plan of another.
     """

@@ -41,7 +41,6 @@ class TrainBatches:
         images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``) for
             those that shift batches; or records [B, F, 1, 1] of a feature cache, which takes the transform's place.
         class_index: [table.num_classes] training class of each label, -1 for others; see ``protocols.class_index``.
-        sampler: draws positions into ``rows``; made from their labels.
         num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
         second_views: whether batches have each image once more, transformed by its own draws.
     """

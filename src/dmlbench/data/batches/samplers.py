@@ -29,7 +29,6 @@ class BatchSampler:
 
     Args:
         labels: [N] class of each training row; any integers.
-        seed: of every draw.
         sizes: the arguments that describe a batch, by name; each at least 1.
     """
 
@@ -82,11 +81,7 @@ class BatchSampler:
         return self.state_dict() | {"epoch": batch.epoch, "index": batch.index + 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state.
-
-        Raises:
-            RunError: the state is of another sampler, other labels or settings.
-        """
+        """Resume from a saved state; RunError if it is of another sampler, other labels or settings."""
         expected = self.state_dict()
         for name in ("kind", *self._sizes_of_batch, "seed", "fingerprint"):
             if state.get(name) != expected[name]:

@@ -148,9 +148,7 @@ def random_resized_crop(
     """Training images: a box as torchvision's ``RandomResizedCrop`` draws it, resized to ``crop``, a random flip.
 
     Area is uniform, shape log-uniform, position uniform; after ten boxes that do not fit, the middle (Szegedy et al.,
-    "Going Deeper with Convolutions", CVPR 2015).
-
-    Arguments are those of ``CropTransform``.
+    "Going Deeper with Convolutions", CVPR 2015). Arguments are those of ``CropTransform``.
     """
     if not 0 < scale[0] <= scale[1] <= 1:
         raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")

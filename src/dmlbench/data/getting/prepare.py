@@ -235,7 +235,6 @@ def extract(
     Args:
         notes: further entries of the record of parts (``MARKER``) in the folder.
         check: called with the complete folder before it gets its name.
-        report: called with a line before each part.
     """
     described = [{"name": part.path.name, "size": part.path.stat().st_size, "md5": part.md5} for part in parts]
     if os.path.lexists(into):

@@ -38,14 +38,11 @@ class Report:
     """What was found in a data set.
 
     Attributes:
-        looked_at: number of images read.
         broken: (path, reason) of each image that cannot be read.
         modes: number of files that are not 8-bit RGB, by Pillow's mode.
         rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
-        deviations: how the images differ from the published ones; see ``dmlbench.data.originals``.
-        unlisted: image files in the data set's folders that no list names.
     """
 
     looked_at: int = 0

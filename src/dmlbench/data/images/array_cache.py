@@ -36,7 +36,6 @@ def cached_array(
     The file is a plain ``.npy`` followed by its sha256 (``numpy.load`` ignores the tail); a damaged file is made again.
 
     Args:
-        name: first part of the file's name.
         key: everything that the array depends on, including a version of the code that makes it; JSON values only.
     """
     text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))

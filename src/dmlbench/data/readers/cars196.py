@@ -55,10 +55,7 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
     The split for classification is ignored (``test`` of the annotations) or merged (folders ``train`` and ``test``).
 
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: J. Krause et al., "3D Object Representations for Fine-Grained Categorization", 3DRR 2013; halves by
-        H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
+    Source: halves by H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     return FOLDER.table(root, check_counts=check_counts)
 

@@ -46,17 +46,6 @@ class Cifar(DataFolder):
     meta: str
     prefix: Literal["", "fine_"]
 
-    def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer images than published, by names and sizes of files; archives are not opened."""
-        folder, layout = self.find(root)
-        found: Path | dict[str, StoredImage] = layout.read(folder)
-        if isinstance(found, dict):
-            return self.published.subset_note(len(found))
-        if found.is_file():
-            return ()
-        most = sum((found / name).stat().st_size for name in self.batches) // _WIDTH
-        return tuple(note.replace("subset:", "subset: at most") for note in self.published.subset_note(most))
-
 
 def _cifar(
     name: str,
@@ -132,9 +121,7 @@ def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tru
     """Ten classes of things; metric learning trains on the first five and tests on the others.
 
     The published training and test parts are merged: they are the split for classification. The table has ``pixels``
-    [N, 32, 32, 3], kept in ``cache_dir``. ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+    [N, 32, 32, 3], kept in ``cache_dir``.
     """
     return _table(FOLDER_10, root, cache_dir, check_counts)
 

@@ -39,7 +39,7 @@ def cifar100_collage(
     images_per_class: int | None = None,
     seed: int = 0,
 ) -> ImageTable:
-    """Sixteen super-classes among shared background classes: the Cifar Collage of the GSP study.
+    """Sixteen super-classes among shared background classes: the Cifar Collage of the GSP study, [N, 64, 64, 3].
 
     A label is a super-class in a part. Training, validation and test have different classes of CIFAR-100, both as
     targets and as background (``BACKGROUND``, three quadrants). Each image of CIFAR-100 is the target of one fixed
@@ -48,12 +48,10 @@ def cifar100_collage(
 
     Args:
         root: folder of the complete python version of CIFAR-100, or one that holds it.
-        cache_dir: folder that keeps the ``pixels`` [N, 64, 64, 3].
         layout: of the five classes of a super-class in published order, "public" (code) takes three to train and two to
             test, "paper" two to train, one to validate and two to test.
         collage: False takes the targets alone, [N, 32, 32, 3]: the bound that the study calls distilled.
         images_per_class: targets of each class of CIFAR-100; None: all 600.
-        seed: of quadrants and backgrounds.
 
     Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
         and supplement 2.2.

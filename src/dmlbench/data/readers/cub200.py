@@ -49,10 +49,7 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
     The split for classification is ignored (``train_test_split.txt``) or merged (folders ``train`` and ``test``).
 
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
-        H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
+    Source: halves by H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     return OF_2011.table(root, check_counts=check_counts)
 

@@ -308,10 +308,9 @@ def distinct_letters(count: int) -> tuple[int, ...]:
 
 
 def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
-    """Every character in every face at an em size of ``pixels``: ink 255 on 0.
+    """Every character in every face at an em size of ``pixels``, [len(codes), 12, S, S]: ink 255 on 0.
 
-    Returns:
-        [len(codes), 12, S, S] uint8, each ink's bounding box in the middle, with a border of at least two empty pixels.
+    Each ink's bounding box is in the middle, with a border of at least two empty pixels.
     """
     inks = [[_ink(code, font) for font in _fonts(pixels)] for code in codes]
     side = 4 + max(max(ink.shape) for faces in inks for ink in faces)

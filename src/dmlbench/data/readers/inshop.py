@@ -26,12 +26,8 @@ _ROLES = ("train", "query", "gallery")
 def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Garments as classes; the list assigns training, query and gallery images (Liu et al. 2016).
 
-    ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order.
-
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: Z. Liu et al., "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations",
-        CVPR 2016. The count of the list itself is 52,712 images of 7,982 garments.
+    ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order. The count
+    of the list itself is 52,712 images of 7,982 garments.
     """
     return FOLDER.table(root, check_counts=check_counts)
 

@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,14 +49,10 @@ def omniglot(
     the notes name an alphabet that this cuts.
 
     Args:
-        root: folder that holds the archives or what was unpacked from them, or one that holds that folder.
         cache_dir: folder that keeps the ``pixels`` [N, image_size, image_size].
         archives: names among ``ARCHIVES``; None takes all that are there, the small background sets only if the
             full one is missing (they are parts of it).
         check_counts: require the published numbers of drawings and characters of each archive. False takes a subset.
-
-    Source: B. Lake, R. Salakhutdinov, J. Tenenbaum, "Human-level concept learning through probabilistic program
-        induction", Science 350 (2015).
     """
     if not 8 <= image_size <= 105:
         raise ConfigError(f"image_size ({image_size}) must lie in [8, 105]; Omniglot's drawings are 105 x 105")
@@ -157,15 +152,7 @@ def _check_counts(place: Path, drawings: Iterable[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Omniglot(DataFolder):
-    def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer drawings than published."""
-        folder, _ = self.find(root)
-        return self.published.subset_note(len(_find_drawings(_find_places(folder, None), check_counts=False)))
-
-
-FOLDER = _Omniglot(
+FOLDER = DataFolder(
     name="omniglot",
     title="Omniglot",
     usual_names=("omniglot", "omniglot_py", "omniglot_master", "omniglot_main", "python"),
@@ -173,7 +160,7 @@ FOLDER = _Omniglot(
         Layout(
             "images_background.zip or images_evaluation.zip, unpacked or not",
             ("|".join((*ARCHIVES, *(name.removesuffix(".zip") for name in ARCHIVES))),),
-            lambda folder: folder,
+            lambda folder: _find_drawings(_find_places(folder, None), check_counts=False),
         ),
     ),
     remedy="download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder "

@@ -17,10 +17,6 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Products as classes; the two lists say which train and which test (Oh Song et al. 2016).
 
     ``super_labels`` are the categories (bicycles, cabinets, ...), numbered from 0.
-
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     return FOLDER.table(root, check_counts=check_counts)
 

@@ -25,10 +25,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
     The requested parts, a split for classification, are merged. No paper defines the halves; they are this project's.
 
     Args:
-        root: see ``DataFolder.table``, as for ``check_counts``.
         parts: of "train" (500 images a class) and "val" (50 a class); the archive's test images have no classes.
-
-    Source: Stanford CS231N, "Tiny ImageNet Visual Recognition Challenge", 2015.
     """
     merged = tuple(part for part in PARTS if part in parts)
     if isinstance(parts, str) or not parts or len(merged) < len(parts):
