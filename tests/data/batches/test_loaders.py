@@ -248,12 +248,6 @@ def test_wrong_arguments_are_named() -> None:
         batches_of(table, identity(), second_views=True)
     with pytest.raises(ConfigError, match="evaluation transform is random"):
         eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
-    sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
-    index = class_index(table, TRAIN)
-    parts = {"images": opened(table, identity()), "class_index": index, "sampler": sampler}
-    for rows, message in ((TRAIN[:5], "20 labels"), (TRAIN - 10, "class_index has no number")):
-        with pytest.raises(ConfigError, match=message):
-            TrainBatches(table, rows, **parts, transform=identity(), seed=0)
     with pytest.raises(ConfigError, match="works on single images"):
         EvalBatches(
             table, TRAIN, images=torch.zeros(30, 8, 8, dtype=torch.uint8), transform=small_center(), batch_size=2

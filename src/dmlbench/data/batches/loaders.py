@@ -70,14 +70,6 @@ class TrainBatches:
         self._classes = np.asarray(class_index, dtype=np.int64)[table.labels]  # of table rows
         self._device = torch.device(device)
         self._num_workers = _resolve_workers(num_workers, self._device, images)
-        if len(sampler.labels) != len(self._rows):
-            raise ConfigError(
-                f"the sampler draws from {len(sampler.labels)} labels, but there are {len(self._rows)} rows"
-            )
-        if (self._classes[self._rows] < 0).any():
-            raise ConfigError(
-                "class_index has no number for some classes of the training rows; make it from these rows"
-            )
         self._sampler = sampler
         self._reader = _Reader(images, transform)
         self._draws = ("image", "second view") if second_views else ("image",)
