@@ -31,21 +31,13 @@ def zip_of(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def tar_of(path: Path, files: dict[str, bytes], mode: str = "w", extra: tuple[tarfile.TarInfo, ...] = ()) -> Path:
+def tar_of(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
     with tarfile.open(path, mode) as out:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             out.addfile(info, io.BytesIO(content))
-        for info in extra:
-            out.addfile(info)
     return path
-
-
-def special(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -134,27 +126,19 @@ def test_an_archive_is_extracted_and_found_wherever_it_was(tmp_path: Path, archi
 
 
 def test_another_checksum_is_an_error_unless_accepted_and_then_recorded(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "data")
-    source = source_of(archive)
-    birds(tmp_path / "data", files={**BIRDS, "attributes.txt": b"other"})
+    archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
+    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
+        prepare(source_of(archive), tmp_path / "data")
+    source, published = source_of(archive), hashlib.md5(archive.read_bytes()).hexdigest()
+    birds(tmp_path / "data")
     found = hashlib.md5(archive.read_bytes()).hexdigest()
-    published = source.archives[0].md5
-    with pytest.raises(
-        DataError, match=rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
-    ):
+    message = rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
+    with pytest.raises(DataError, match=message):
         prepare(source, tmp_path / "data", download=False)
     assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
     prepare(source, tmp_path / "data", download=False, accept_other_checksum=True)
     marker = read_marker(tmp_path / "data" / "cub200")
-    assert marker is not None
-    assert marker["accepted_other_checksum"] == "CUB_200_2011.tgz"
-
-
-def test_an_archive_of_something_else_leaves_nothing(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
-    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
-        prepare(source_of(archive), tmp_path / "data")
-    assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
+    assert marker is not None and marker["accepted_other_checksum"] == "CUB_200_2011.tgz"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +261,11 @@ def test_names_never_leave_the_folder(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 def test_links_never_leave_the_folder(tmp_path: Path, kind: bytes) -> None:
-    check_rejected(tar_of(tmp_path / "a.tar", {"x": b"1"}, extra=(special("l", "a/../../..", kind),)), "is unsafe")
+    link = tarfile.TarInfo("link")
+    link.type, link.linkname = kind, "a/../../.."
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        out.addfile(link)
+    check_rejected(tmp_path / "a.tar", "is unsafe")
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9, 0.999])
@@ -290,12 +278,9 @@ def test_a_truncated_archive_is_rejected(tmp_path: Path, kind: str, kept: float)
     end = content.rstrip(b"\0") if kind == "tar" else content  # a tar ends in blocks of zeros, of which two are needed
     archive.write_bytes(content[: int(len(end) * kept)])
     check_rejected(archive, "cannot unpack")
-
-
-def test_a_tar_cut_between_two_members_is_rejected(tmp_path: Path) -> None:
-    archive = tar_of(tmp_path / "a.tar", {"a": bytes(512), "b": bytes(512)})
-    archive.write_bytes(archive.read_bytes()[:1024])
-    check_rejected(archive, "truncated")
+    if kind == "tar":  # cut between two members
+        archive.write_bytes(content[:1536])
+        check_rejected(archive, "truncated")
 
 
 def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
@@ -304,9 +289,6 @@ def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
         content[content.index(magic) + flags] |= 1
     (tmp_path / "a.zip").write_bytes(content)
     check_rejected(tmp_path / "a.zip", r"encrypted.*give password=<word>")
-    (tmp_path / "data" / "set").parent.mkdir(exist_ok=True)
-    with pytest.raises(DataError, match="cannot unpack"):
-        extract([part(tmp_path / "a.zip")], tmp_path / "data" / "set", password="wrong")
 
 
 def test_a_folder_that_was_not_made_from_the_archive_stays(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Image folders and CSV lists as data sets."""
 
-import tarfile
-import zipfile
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -204,13 +203,7 @@ def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> N
 def test_real_folders_are_read(
     shared_dir: Path, tmp_path: Path, archive: str, root: str, images: int, classes: int
 ) -> None:
-    file = shared_dir / "data" / archive
-    if file.suffix == ".tar":
-        with tarfile.open(file) as tar:
-            tar.extractall(tmp_path, filter="data")
-    else:
-        with zipfile.ZipFile(file) as packed:
-            packed.extractall(tmp_path)
+    shutil.unpack_archive(shared_dir / "data" / archive, tmp_path)
     table = folder(tmp_path / root)
     assert (len(table), table.num_classes) == (images, classes)
     assert np.unique(table.labels[table.role == "train"]).tolist() == list(range(classes // 2))
