@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from dmlbench import build
 from dmlbench.components import component
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.experiment import Data
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import MetricModel
@@ -45,9 +45,7 @@ def published_table(name: str) -> ImageTable:
         roles += [role] * images
     names = [f"class_{c}" for c in range(max(labels) + 1)]
     paths = [f"{row}.jpg" for row in range(len(labels))]
-    return make_table(
-        name, "", paths=paths, labels=np.array(labels), class_names=names, role=np.array(roles), content="none"
-    )
+    return table_of(Listing("", paths, np.array(labels), names, np.array(roles), name=name, digest="none"))
 
 
 @dataclass(frozen=True)

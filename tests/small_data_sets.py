@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
-from dmlbench.data.image_table import halved_roles, make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.readers.cars196 import NAMES
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.types import ImageTable
@@ -68,7 +68,8 @@ def cifar100_of_colors(per_class: int) -> ImageTable:
     rows = np.arange(len(labels))
     pixels = np.zeros((len(labels), 32, 32, 3), np.uint8)
     pixels[..., 0], pixels[..., 1] = (rows // 256)[:, None, None], (rows % 256)[:, None, None]
-    return make_table(
-        "cifar100", "", paths=[f"train/{row:05d}" for row in rows], labels=labels, class_names=CLASSES_100,
-        role=halved_roles(labels, 100), content="x", super_labels=labels % 20, pixels=pixels,
-    )  # fmt: skip
+    paths = [f"train/{row:05d}" for row in rows]
+    listing = Listing(
+        "", paths, labels, CLASSES_100, super_labels=labels % 20, name="cifar100", pixels=pixels, digest="x"
+    )
+    return table_of(listing)

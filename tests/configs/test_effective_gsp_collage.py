@@ -10,7 +10,7 @@ import pytest
 from composed import composed
 from effective import effective
 
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.types import ImageTable
 
 CLASSES = 16
@@ -25,11 +25,9 @@ def collages() -> ImageTable:
     """Labels and roles of the public layout, without pixels."""
     counts = [TRAIN] * CLASSES + [TEST] * CLASSES
     labels = np.repeat(np.arange(2 * CLASSES), counts)
-    return make_table(
-        "cifar100_collage", "", paths=[f"{row}.png" for row in range(len(labels))], labels=labels,
-        class_names=[f"class_{c}" for c in range(2 * CLASSES)], role=np.where(labels < CLASSES, "train", "test"),
-        content="none", pixels=np.zeros((len(labels), 1, 1, 3), np.uint8),
-    )  # fmt: skip
+    paths, names = [f"{row}.png" for row in range(len(labels))], [f"class_{c}" for c in range(2 * CLASSES)]
+    pixels = np.zeros((len(labels), 1, 1, 3), np.uint8)
+    return table_of(Listing("", paths, labels, names, name="cifar100_collage", pixels=pixels, digest="none"))
 
 
 @pytest.mark.parametrize("loss", ["contrastive", "proxy_nca_gsp"])

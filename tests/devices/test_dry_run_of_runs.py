@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
 from dmlbench.data.batches.transforms import Transform, random_resized_crop, random_shift
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.data.protocols import class_index
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
@@ -85,10 +85,8 @@ class TinyBackbone(Backbone):
 def batches(transform: Transform, *, second_views: bool = False) -> TrainBatches:
     random = np.random.default_rng(0)
     labels = np.repeat(np.arange(6), 5)
-    table = make_table(
-        "tiny", "", paths=[f"{i}.png" for i in range(30)], labels=labels, class_names=list("abcdef"),
-        role=["train"] * 30, content="none", pixels=random.integers(0, 256, (30, 16, 16, 3), dtype=np.uint8),
-    )  # fmt: skip
+    paths, pixels = [f"{i}.png" for i in range(30)], random.integers(0, 256, (30, 16, 16, 3), dtype=np.uint8)
+    table = table_of(Listing("", paths, labels, "abcdef", np.full(30, "train"), pixels=pixels, digest="none"))
     rows = np.arange(30)
     source = DecodedImages(table, short_side=None)
     images = pixel_tensor(table, source, CUDA) if transform.works_on == "batch" else source

@@ -9,7 +9,7 @@ from PIL import Image
 from scipy.optimize import linprog
 
 from dmlbench.config import compose
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.studies import gsp_tokens, gsp_weights, xml_prototypes, zero_shot_prediction
 from dmlbench.studies.record import conduct_study
@@ -148,8 +148,7 @@ def test_halves_are_halves_and_some_rows_are_of_every_class() -> None:
 def test_the_published_parts_need_the_same_classes() -> None:
     def table(*paths: str, labels: list[int]):
         names = [f"c{i}" for i in range(max(labels) + 1)]
-        return make_table("t", "", paths=list(paths), labels=np.array(labels), class_names=names,
-                          role=np.array(["train"] * len(labels)), content="x")  # fmt: skip
+        return table_of(Listing("", paths, np.array(labels), names, np.full(len(labels), "train"), digest="x"))
 
     split = SameClasses().split(table("train/a", "test/b", "test/c", labels=[0, 0, 0]), fold=0)
     assert split.train.tolist() == [0] and split.test is not None and split.test.query.tolist() == [1, 2]

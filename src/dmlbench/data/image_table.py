@@ -31,11 +31,12 @@ class Listing:
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
         notes: how the data may differ from the published ones, as far as names tell.
         remedy: how to resolve classes in both halves, for the message.
-        pixels: [N, H, W] or [N, H, W, 3] uint8, whose digest is ``digest``; None for files.
+        pixels: [N, H, W] or [N, H, W, 3] uint8; None for files.
+        digest: of ``pixels``; where it is empty, the sizes of the files identify the images.
     """
 
     root: str | Path
-    paths: Sequence[str]
+    paths: Sequence[str] | NDArray[np.str_]
     labels: IntArray
     class_names: Sequence[str]
     role: NDArray[np.str_] | None = None
@@ -75,18 +76,28 @@ class Published:
 
 
 def table_of(
-    listing: Listing, *, published: Published | None, check_counts: bool = True, place: str | Path | None = None
+    listing: Listing,
+    *,
+    published: Published | None = None,
+    check_counts: bool = True,
+    place: str | Path | None = None,
 ) -> ImageTable:
     """The table of a listing whose images are all there; files are sorted by path, whatever the order of the lists.
 
     Args:
-        check_counts: require them. False takes a subset: classes without images are left out, the others keep their
-            order and half.
+        check_counts: require the published numbers. False takes a subset: classes without images are left out, the
+            others keep their order and half.
         place: what the images were read from, for messages; ``listing.root`` by default.
     """
-    name, place = listing.name, place or listing.root
+    name, names, place = listing.name, listing.class_names, place or listing.root
+    paths = np.asarray(listing.paths, dtype=np.str_)
     labels = np.asarray(listing.labels, dtype=np.int64)
-    role = halved_roles(labels, len(listing.class_names)) if listing.role is None else listing.role
+    role = halved_roles(labels, len(names)) if listing.role is None else np.asarray(listing.role, dtype=np.str_)
+    super_labels = None if listing.super_labels is None else np.asarray(listing.super_labels, dtype=np.int64)
+    parts = {"paths": paths, "labels": labels, "role": role, "super_labels": super_labels, "pixels": listing.pixels}
+    lengths = {what: len(part) for what, part in parts.items() if part is not None}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"data set '{name}' has parts of different lengths: {lengths}; each needs one entry an image")
     notes: tuple[str, ...] = ()
     if published is not None:
         found = dict.fromkeys(published.by_role, (0, 0)) | counts_by_role(labels, role)
@@ -98,42 +109,56 @@ def table_of(
                 )
             other = f"other counts than published: {Published(found)}"
             notes = published.subset_note(len(labels)) or (other,)
+    if len(paths) == 0:
+        raise DataError(f"data set '{name}' has no images; check its folder '{place}'")
+    if labels.min() < 0 or labels.max() >= len(names):
+        raise DataError(
+            f"data set '{name}' has labels in [{labels.min()}, {labels.max()}] but {len(names)} class names; "
+            f"labels must lie in [0, {len(names)})"
+        )
+    present = np.unique(labels)
+    class_names = tuple(names[c] for c in present)
+    if len(set(class_names)) < len(class_names):
+        raise DataError(f"data set '{name}' has two classes of one name among its {len(class_names)}; rename one")
+    for unknown in sorted(set(role.tolist()) - set(ROLES)):
+        raise DataError(f"data set '{name}' has the unknown role '{unknown}'; {closest(unknown, ROLES)}")
+    unique, counts = np.unique(paths, return_counts=True)
+    if len(unique) < len(paths):
+        raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
     if shared := np.intersect1d(labels[role == "train"], labels[role != "train"]).tolist():
         raise DataError(
             f"data set '{name}' has {len(shared):,} classes both to train and to test on: "
-            f"{shorten([listing.class_names[c] for c in shared])}; metric learning tests on unseen classes: "
-            f"{listing.remedy}"
+            f"{shorten([names[c] for c in shared])}; metric learning tests on unseen classes: {listing.remedy}"
         )
-    paths, order = list(listing.paths), np.arange(len(labels))
+    order = np.arange(len(labels))
     content: IntArray | str = listing.digest
-    if listing.pixels is None:
-        if outside := [path for path in paths if leaves_root(path)]:
+    if not listing.digest:
+        if outside := [path for path in paths.tolist() if leaves_root(path)]:
             raise DataError(
                 f"data set '{name}' lists images outside of '{place}': {shorten(outside)}; give paths below that folder"
             )
-        order = np.array(sorted(order.tolist(), key=paths.__getitem__), dtype=np.int64)
-        paths = sorted(paths)
-        content = file_contents(listing.root, paths, name=name)
+        order = np.argsort(paths)
+        content = file_contents(listing.root, paths[order], name=name)
     originals = listing.originals
     if originals is not None:
         if originals.boxes is not None:
             originals = replace(originals, boxes=originals.boxes[order])
-        notes += deviations_of_sample(listing.root, paths, originals)
-    present, compact = np.unique(labels[order], return_inverse=True)
-    return make_table(
+        notes += deviations_of_sample(listing.root, paths[order].tolist(), originals)
+    compact = np.searchsorted(present, labels[order])
+    return ImageTable(
         name,
-        listing.root,
-        paths=paths,
-        labels=compact,
-        class_names=[listing.class_names[c] for c in present],
-        role=role[order],
-        content=content,
-        super_labels=None if listing.super_labels is None else listing.super_labels[order],
-        pixels=listing.pixels,
-        layout=listing.layout,
-        originals=originals,
-        notes=notes + listing.notes,
-        published_queries=None if published is None else published.num_queries,
+        str(listing.root),
+        paths[order],
+        compact,
+        class_names,
+        role[order],
+        None if super_labels is None else super_labels[order],
+        listing.pixels,
+        fingerprint(paths[order], content, compact, role[order]),
+        listing.layout,
+        originals,
+        notes + listing.notes,
+        None if published is None else published.num_queries,
     )
 
 
@@ -141,60 +166,6 @@ def counts_by_role(labels: IntArray, role: NDArray[np.str_]) -> dict[str, tuple[
     """Role -> (images, classes) of the roles that occur, in the order of ``ROLES``."""
     rows_of = {part: role == part for part in ROLES}
     return {part: (int(rows.sum()), len(np.unique(labels[rows]))) for part, rows in rows_of.items() if rows.any()}
-
-
-def make_table(
-    name: str,
-    root: str | Path,
-    *,
-    paths: Sequence[str] | NDArray[np.str_],
-    labels: IntArray,
-    class_names: Sequence[str],
-    role: NDArray[np.str_],
-    content: IntArray | str,
-    super_labels: IntArray | None = None,
-    pixels: NDArray[np.uint8] | None = None,
-    layout: str = "",
-    originals: Originals | None = None,
-    notes: tuple[str, ...] = (),
-    published_queries: int | None = None,
-) -> ImageTable:
-    """An ``ImageTable`` whose parts fit together.
-
-    Args:
-        content: [N] file sizes in bytes, or one digest of all pixels; part of the fingerprint.
-    """
-    names = np.asarray(paths, dtype=np.str_)
-    labels = np.asarray(labels, dtype=np.int64)
-    role = np.asarray(role, dtype=np.str_)
-    super_labels = None if super_labels is None else np.asarray(super_labels, dtype=np.int64)
-    if len(names) == 0:
-        raise DataError(f"data set '{name}' has no images; check its folder '{root}'")
-    parts = {"paths": names, "labels": labels, "role": role, "super_labels": super_labels, "pixels": pixels}
-    lengths = {what: len(part) for what, part in parts.items() if part is not None}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"data set '{name}' has parts of different lengths: {lengths}; each needs one entry an image")
-    if len(set(names.tolist())) < len(names):
-        unique, counts = np.unique(names, return_counts=True)
-        raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
-    if len(set(class_names)) < len(class_names):
-        raise DataError(f"data set '{name}' has two classes of one name among its {len(class_names)}; rename one")
-    present = np.unique(labels)
-    if present[0] < 0 or present[-1] >= len(class_names):
-        raise DataError(
-            f"data set '{name}' has labels in [{present[0]}, {present[-1]}] but {len(class_names)} class names; "
-            f"labels must lie in [0, {len(class_names)})"
-        )
-    if len(present) < len(class_names):
-        empty = [class_names[c] for c in np.setdiff1d(np.arange(len(class_names)), present)]
-        raise DataError(f"data set '{name}' has classes without images: {shorten(empty)}; leave them out")
-    for unknown in sorted(set(np.unique(role).tolist()) - set(ROLES)):
-        raise DataError(f"data set '{name}' has the unknown role '{unknown}'; {closest(unknown, ROLES)}")
-    digest = fingerprint(names, content, labels, role)
-    return ImageTable(
-        name, str(root), names, labels, tuple(class_names), role, super_labels, pixels, digest, layout, originals,
-        notes, published_queries,
-    )  # fmt: skip
 
 
 def fingerprint(

@@ -15,7 +15,7 @@ from PIL import Image
 from dmlbench.data.batches.loaders import EvalBatches, TrainBatches
 from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
 from dmlbench.data.batches.transforms import Transform, center_crop, identity, random_resized_crop, random_shift
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
@@ -27,21 +27,20 @@ TRAIN = np.arange(10, 30)  # classes 2 to 5
 
 def array_table(*channels: int) -> ImageTable:
     shape = (CLASSES * IMAGES, 12, 10, *channels)
-    return table_of("", np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8))
+    return tiny_table("", np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8))
 
 
 def file_table(root: Path) -> ImageTable:
     random = np.random.default_rng(0)
     for i in range(CLASSES * IMAGES):
         Image.fromarray(random.integers(0, 255, (40, 30 + i % 3, 3), dtype=np.uint8)).save(root / f"{i}.png")
-    return table_of(str(root), None)
+    return tiny_table(str(root), None)
 
 
-def table_of(root: str, pixels: np.ndarray | None) -> ImageTable:
+def tiny_table(root: str, pixels: np.ndarray | None) -> ImageTable:
     labels = np.repeat(np.arange(CLASSES), IMAGES)
-    names = {"paths": [f"{i}.png" for i in range(len(labels))], "class_names": [f"c{i}" for i in range(CLASSES)]}
-    role = np.where(labels < 2, "test", "train")
-    return make_table("tiny", root, **names, labels=labels, role=role, content="none", pixels=pixels)
+    paths, role = [f"{i}.png" for i in range(len(labels))], np.where(labels < 2, "test", "train")
+    return table_of(Listing(root, paths, labels, "abcdef", role, name="tiny", pixels=pixels, digest="none"))
 
 
 def batches_of(
@@ -182,7 +181,7 @@ def test_files_of_one_size_are_held_as_one_tensor(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for i in range(CLASSES * IMAGES):
         Image.fromarray(random.integers(0, 255, (14, 11, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
-    (batch,) = eval_batches(table_of(str(tmp_path), None), TRAIN[:4], identity(), batch_size=8)
+    (batch,) = eval_batches(tiny_table(str(tmp_path), None), TRAIN[:4], identity(), batch_size=8)
     assert batch.images.shape == (4, 3, 14, 11)
     expected = np.asarray(Image.open(tmp_path / f"{TRAIN[2]}.png"))
     np.testing.assert_array_equal(batch.images[2].permute(1, 2, 0).numpy(), expected)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from dmlbench.data.getting.verify import Report, unlisted, verify
-from dmlbench.data.image_table import make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.readers.folder import folder
 from dmlbench.types import ImageTable
 
@@ -42,10 +42,8 @@ def report_of(root: Path) -> Report:
 
 
 def array_table(pixels: np.ndarray, labels: Sequence[int], role: Sequence[str]) -> ImageTable:
-    return make_table(
-        "array", "", paths=[f"{k}.png" for k in range(len(labels))], labels=np.array(labels),
-        class_names=[str(c) for c in range(max(labels) + 1)], role=np.array(role), content="x", pixels=pixels,
-    )  # fmt: skip
+    paths = [f"{k}.png" for k in range(len(labels))]
+    return table_of(Listing("", paths, np.array(labels), "abc", np.array(role), pixels=pixels, digest="x"))
 
 
 def test_a_whole_data_set_has_nothing_to_report(root: Path) -> None:

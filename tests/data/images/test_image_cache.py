@@ -7,6 +7,7 @@ import pickle
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.image_table import file_contents, make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages
 from dmlbench.types import DataError, ImageTable
 
-NAMES = ("wide.jpg", "tall.jpg", "grey.png", "palette.gif", "cmyk.jpg", "turned.jpg", "small.png", "deep.png")
+NAMES = ("cmyk.jpg", "deep.png", "grey.png", "palette.gif", "small.png", "tall.jpg", "turned.jpg", "wide.jpg")
 
 
 @pytest.fixture
@@ -42,15 +43,12 @@ def table(tmp_path: Path) -> ImageTable:
     Image.fromarray(noise(40, 70, 3)).save(root / "turned.jpg", exif=exif)
     Image.fromarray(noise(9, 11, 3)).save(root / "small.png")
     Image.fromarray(noise(40, 41).astype(np.uint16) * 256).save(root / "deep.png")
-    return table_of(root)
+    return pictures(root)
 
 
-def table_of(root: Path, order: list[int] | None = None) -> ImageTable:
-    names = [NAMES[i] for i in order or range(len(NAMES))]
+def pictures(root: Path) -> ImageTable:
     labels = np.arange(len(NAMES)) % 2
-    parts = {"role": np.full(len(NAMES), "train"), "content": file_contents(root, names, name="pictures")}
-    labels = labels if order is None else labels[order]
-    return make_table("pictures", root, paths=names, labels=labels, class_names=["a", "b"], **parts)
+    return table_of(Listing(root, NAMES, labels, "ab", np.full(len(NAMES), "train"), name="pictures"))
 
 
 def files_in(folder: Path) -> list[str]:
@@ -102,7 +100,7 @@ def test_an_image_that_was_edited_is_decoded_again(table: ImageTable, tmp_path: 
 def test_tables_of_another_row_order_share_it(table: ImageTable, tmp_path: Path) -> None:
     first = cached_images(table, tmp_path / "cache", short_side=32)
     order = [5, 2, 7, 0, 1, 6, 3, 4]
-    other = cached_images(table_of(Path(table.root), order), tmp_path / "cache", short_side=32)
+    other = cached_images(replace(table, paths=table.paths[order]), tmp_path / "cache", short_side=32)
     assert other.path == first.path
     for row, original in enumerate(order):
         np.testing.assert_array_equal(other.read(row), first.read(original))
@@ -113,7 +111,7 @@ def test_changed_data_another_size_and_another_kernel_get_files_of_their_own(tab
     paths = {cached_images(table, cache, short_side=32).path, cached_images(table, cache, short_side=16).path}
     paths.add(cached_images(table, cache, short_side=32, kernel="torch").path)
     Image.new("RGB", (50, 60), "red").save(Path(table.root) / "small.png")
-    changed = table_of(Path(table.root))
+    changed = pictures(Path(table.root))
     cached = cached_images(changed, cache, short_side=32)
     paths.add(cached.path)
     assert len(paths) == 4

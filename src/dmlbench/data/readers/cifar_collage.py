@@ -1,13 +1,12 @@
 """Collages of CIFAR-100: a super-class in one quadrant, shared background classes in the other three."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.data.image_table import make_table, rows_of_classes
+from dmlbench.data.image_table import Listing, rows_of_classes, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.cifar import SIDE, cifar100
 from dmlbench.runtime import generator
@@ -89,20 +88,21 @@ def cifar100_collage(
         pixels, digest = cached.array, cached.digest
     else:
         pixels, digest = originals[rows], source.fingerprint
-    table = make_table(
-        "cifar100_collage" if collage else "cifar100_collage_distilled",
-        "",
+    whole = most * len(label) // (images_per_class or most)
+    listing = Listing(
+        root="",
         paths=source.paths[rows],
         labels=label,
         class_names=names,
         role=np.where(np.char.endswith(np.array(names), "(test)")[label], "test", "train"),
-        content=digest,
         super_labels=source.super_labels[rows],
-        pixels=pixels,
+        notes=() if len(label) == whole else (f"a subset: {len(label):,} of {whole:,} images",),
+        name="cifar100_collage" if collage else "cifar100_collage_distilled",
         layout=f"classes for training and test as in the {'published code' if layout == 'public' else 'paper'}",
+        pixels=pixels,
+        digest=digest,
     )
-    whole = most * len(label) // (images_per_class or most)
-    return table if len(label) == whole else replace(table, notes=(f"a subset: {len(label):,} of {whole:,} images",))
+    return table_of(listing)
 
 
 def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout: Layout = "public") -> ImageTable:
@@ -114,18 +114,19 @@ def cifar100_training_classes(root: str | Path, *, cache_dir: str | Path, layout
     assert source.super_labels is not None and source.pixels is not None
     kept = np.sort(np.concatenate(list(classes_of["train"].values())))
     rows = rows_of_classes(source, kept)
-    return make_table(
-        "cifar100_training_classes",
-        "",
+    listing = Listing(
+        root="",
         paths=source.paths[rows],
         labels=np.searchsorted(kept, source.labels[rows]),
         class_names=[source.class_names[c] for c in kept],
         role=np.full(len(rows), "train"),
-        content=source.fingerprint,
         super_labels=source.super_labels[rows],
-        pixels=source.pixels[rows],
+        name="cifar100_training_classes",
         layout="the classes that collages train on",
+        pixels=source.pixels[rows],
+        digest=source.fingerprint,
     )
+    return table_of(listing)
 
 
 def classes_of_parts(

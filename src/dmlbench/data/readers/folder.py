@@ -83,7 +83,7 @@ def folder(
         super_labels=numbered("super_label", _sorted_classes(images["super_label"])) if has_super else None,
         remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
     )
-    return table_of(listing, published=None)
+    return table_of(listing)
 
 
 def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str]:

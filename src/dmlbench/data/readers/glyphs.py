@@ -19,7 +19,7 @@ from matplotlib.ft2font import FT2Font
 from numpy.typing import NDArray
 from PIL import ImageFont, features
 
-from dmlbench.data.image_table import halved_roles, make_table
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, ImageTable, IntArray
@@ -188,16 +188,16 @@ def _table(
     key: dict[str, Any] = {"version": _VERSION, "renderer": f"{libraries}, freetype {features.version('freetype2')}"}
     key |= {"num_classes": num_classes, "images_per_class": images_per_class, "image_size": image_size, "seed": seed}
     cached = cached_array(cache_dir, name, key=key | dataclasses.asdict(style), build=render)
-    return make_table(
-        name,
-        "",
+    listing = Listing(
+        root="",
         paths=[f"U+{code:04X}/{image:03d}" for code in codes for image in range(images_per_class)],
         labels=labels,
         class_names=[f"U+{code:04X} {unicodedata.name(chr(code), 'UNNAMED')}" for code in codes],
-        role=halved_roles(labels, num_classes),
-        content=cached.digest,
+        name=name,
         pixels=cached.array,
+        digest=cached.digest,
     )
+    return table_of(listing)
 
 
 class _Places(NamedTuple):
