@@ -132,12 +132,6 @@ def test_folders_that_are_no_class_are_named(tmp_path: Path, path: str, message:
         cub200(tmp_path, check_counts=False)
 
 
-def test_one_image_in_both_parts_of_a_split_is_an_error(tmp_path: Path) -> None:
-    touch(tmp_path, ["train/001.Albatross/a.jpg", "test/001.Albatross/a.jpg"])
-    with pytest.raises(DataError, match=r"'001\.Albatross/a\.jpg' is in several of train, test"):
-        cub200(tmp_path, check_counts=False)
-
-
 SPECIES = {1: "Black_footed_Albatross", 100: "Brown_Pelican", 101: "White_Pelican", 200: "Common_Yellowthroat"}
 IDS = {2010: ("2950163169", "xxx"), 2011: ("796111", "18")}
 

@@ -1,8 +1,7 @@
 """Omniglot: handwritten characters of 50 alphabets, read from the published archives, unpacked or not."""
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ ARCHIVES = (
     "images_evaluation.zip",
 )
 _PUBLISHED = Published({"train": (19_280, 964), "test": (13_180, 659)})  # of the full background and evaluation
-# Archive -> drawings and characters. For the second small one, which could not be counted, see ``_check_counts``.
+# Archive -> drawings and characters; those of the second small one are not known.
 _COUNTS = {
     "images_background": _PUBLISHED.by_role["train"],
     "images_background_small1": (2_720, 136),
@@ -122,8 +121,14 @@ def _find_drawings(places: Sequence[Path], *, check_counts: bool) -> dict[str, S
         found = images_by_path(place, r"[^/]+/character\d+/[^/]+")
         if not found:
             raise DataError(f"'{place}' holds no drawings (Alphabet/characterNN/*.png); download the archive again")
-        if check_counts:
-            _check_counts(place, found)
+        counts = len(found), len(set(map(_character, found)))
+        expected = _COUNTS.get(place.name.removesuffix(".zip"), counts)
+        if check_counts and counts != expected:
+            raise DataError(
+                f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are "
+                f"{expected[0]:,} of {expected[1]:,}; download it again, or accept a subset with "
+                "dataset.table.check_counts=false"
+            )
         drawings = found | drawings
     return dict(sorted(drawings.items(), key=lambda drawing: (_is_evaluation(drawing[1]), drawing[0])))
 
@@ -134,22 +139,6 @@ def _is_evaluation(drawing: StoredImage) -> bool:
 
 def _character(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def _check_counts(place: Path, drawings: Iterable[str]) -> None:
-    characters = Counter(map(_character, drawings))
-    counts = characters.total(), len(characters)
-    if expected := _COUNTS.get(place.name.removesuffix(".zip")):
-        is_whole, wanted = counts == expected, f"{expected[0]:,} of {expected[1]:,}"
-    else:
-        num_alphabets = len({character.split("/")[0] for character in characters})
-        is_whole = num_alphabets == 5 and set(characters.values()) == {20}
-        wanted = "20 of each character of 5 alphabets"
-    if not is_whole:
-        raise DataError(
-            f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are {wanted}; "
-            "download it again, or accept a subset with dataset.table.check_counts=false"
-        )
 
 
 FOLDER = DataFolder(
