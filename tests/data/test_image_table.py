@@ -30,6 +30,9 @@ def test_fingerprint_depends_on_names_sizes_labels_and_roles_alone() -> None:
 def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:
     (tmp_path / "here.png").write_bytes(b"12345")
     assert file_contents(tmp_path, ["here.png"], name="x").tolist() == [5]
+    (tmp_path / "one.bmp").write_bytes(b"12345")  # of a format whose sizes tell the dimensions alone
+    (tmp_path / "two.bmp").write_bytes(b"54321")
+    assert len(set(file_contents(tmp_path, ["here.png", "one.bmp", "two.bmp"], name="x").tolist())) == 3
     with pytest.raises(DataError, match=r"lacks 12 of 13 image files.*m0\.png, .*m9\.png and 2 more"):
         file_contents(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")
 

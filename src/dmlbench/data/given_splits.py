@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from dmlbench.data.image_table import rows_of_classes
+from dmlbench.data.image_table import rows_of_classes, shorten
 from dmlbench.data.protocols import Protocol
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.external import Schema, validated
@@ -25,7 +25,6 @@ from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, Retriev
 FORMAT = "dmlbench oodml splits 1"
 SELECTIONS = ("official_test", "val")
 _REMEDY = "make one with `dmlbench oodml splits`, or name one of the study's pickles"
-_NAMED = 5
 
 
 class GivenSplit(Schema):
@@ -129,7 +128,7 @@ def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
         found = [exact.get(name, plain.get(_plain(name), -1)) for name in names]
         unknown = [name for name, label in zip(names, found, strict=True) if label < 0]
         if unknown:
-            listed = ", ".join(f"'{name}'" for name in unknown[:_NAMED]) + " ..." * (len(unknown) > _NAMED)
+            listed = shorten([f"'{name}'" for name in unknown])
             raise DataError(
                 f"split {split.name} names {len(unknown)} classes that '{table.name}' does not have: {listed} "
                 f"('{unknown[0]}': {closest(unknown[0], table.class_names)}); take the splits of this data set"

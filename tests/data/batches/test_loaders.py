@@ -75,10 +75,6 @@ def small_crops() -> Transform:
     return random_resized_crop(resize=24, crop=16, scale=(0.16, 1.0))
 
 
-def small_center() -> Transform:
-    return center_crop(resize=24, crop=16)
-
-
 @pytest.mark.parametrize("channels", [(), (3,)])
 def test_a_batch_has_rgb_images_renumbered_labels_and_table_rows(channels: tuple[int, ...]) -> None:
     table = array_table(*channels)
@@ -174,7 +170,7 @@ def test_an_unreadable_image_ends_in_one_error_that_names_it(num_workers: int, t
         list(islice(batches, 20))
     assert "Traceback" not in str(caught.value)
     with pytest.raises(DataError, match=r"17\.png"):
-        list(eval_batches(table, TRAIN, small_center(), batch_size=4, num_workers=num_workers))
+        list(eval_batches(table, TRAIN, center_crop(resize=24, crop=16), batch_size=4, num_workers=num_workers))
 
 
 def test_files_of_one_size_are_held_as_one_tensor(tmp_path: Path) -> None:
@@ -249,7 +245,11 @@ def test_wrong_arguments_are_named() -> None:
         eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
     with pytest.raises(ConfigError, match="works on single images"):
         EvalBatches(
-            table, TRAIN, images=torch.zeros(30, 8, 8, dtype=torch.uint8), transform=small_center(), batch_size=2
+            table,
+            TRAIN,
+            images=torch.zeros(30, 8, 8, dtype=torch.uint8),
+            transform=center_crop(resize=24, crop=16),
+            batch_size=2,
         )
 
 

@@ -77,16 +77,6 @@ def test_an_accent_may_be_stored_in_either_way(tmp_path: Path) -> None:
     assert folder(tmp_path, train_classes="train.txt").class_names == ("cafe\u0301", "tea")
 
 
-def test_images_of_one_size_in_bytes_are_told_apart(tmp_path: Path) -> None:
-    tables = []
-    for name, grey in (("one", 0), ("two", 200)):
-        for label in ("a", "b"):
-            (tmp_path / name / label).mkdir(parents=True)
-            Image.new("L", (8, 8), grey).save(tmp_path / name / label / "1.bmp")
-        tables.append(folder(tmp_path / name))
-    assert tables[0].fingerprint != tables[1].fingerprint
-
-
 def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_images(tmp_path, [f"{name}/1.png" for name in ("a", "b#2", "c", "d", "é")])
     (tmp_path / "first.txt").write_bytes("\ufeff# to train on\r\né\r\n\r\nb#2  # a comment\r\n".encode())

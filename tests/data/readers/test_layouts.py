@@ -37,14 +37,6 @@ def test_a_data_set_is_found_in_the_folder_itself_and_under_its_usual_names(tmp_
     assert find(tmp_path) == (tmp_path / place, PREFERRED)
 
 
-def test_other_folders_and_deeper_levels_are_not_searched(tmp_path: Path) -> None:
-    make(tmp_path / "fishes", "list.txt", "images/a.jpg")
-    make(tmp_path / "data/data/data/data", "list.txt", "images/a.jpg")
-    with pytest.raises(DataError, match="Birds is not in") as error:
-        find(tmp_path)
-    assert "fishes" not in str(error.value)
-
-
 def test_the_preferred_layout_wins_over_a_nearer_folder(tmp_path: Path) -> None:
     make(tmp_path, "01.finch/a.jpg")
     assert find(tmp_path) == (tmp_path, OTHER)
@@ -53,11 +45,13 @@ def test_the_preferred_layout_wins_over_a_nearer_folder(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_found_the_message_says_what_is_nearest(tmp_path: Path) -> None:
-    make(tmp_path, "birds/list.txt")
+    make(tmp_path, "birds/list.txt", "fishes/list.txt", "fishes/images/a.jpg")  # another name
+    make(tmp_path / "birds/data/data/data", "list.txt", "images/a.jpg")  # too deep
     with pytest.raises(DataError) as error:
         find(tmp_path)
+    folders = [tmp_path / "/".join(("birds", "data", "data")[:depth]) for depth in range(4)]
     assert str(error.value) == (
-        f"Birds is not in '{tmp_path}', '{tmp_path / 'birds'}'; nearest is '{tmp_path / 'birds'}' (list.txt and "
+        f"Birds is not in {', '.join(map(repr, map(str, folders)))}; nearest is '{folders[1]}' (list.txt and "
         "images), which lacks images; expected list.txt and images; or class folders; unpack birds.tgz"
     )
 
