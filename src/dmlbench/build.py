@@ -168,7 +168,7 @@ def use_feature_cache(
             images = images.to(device).contiguous(memory_format=memory_format)
             if settings.level == "pooled":
                 assert isinstance(model, PooledModel)
-                return model.pooled_features(images)[:, :, None, None]
+                return model.storable_features(images)[:, :, None, None]
             outputs = backbone.frozen_outputs(images)
         stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (images.shape[2], images.shape[3]))
         if spec and stored != spec[0]:

@@ -132,24 +132,17 @@ class Setup:
         if not isinstance(model, PooledModel) or model.projection.closed_form is None:
             return
         moments = Moments(model.projection.in_features, int(self.data.class_index.max()) + 1)
-        inputs: list[torch.Tensor] = []
-        hook = model.projection.register_forward_hook(lambda _, given, output: inputs.append(given[0]))
-        try:
-            model.eval()
-            for batch in self.batches(self.data.split.train):
-                with autocast(self.device, self.settings.precision):
-                    model(batch.images.to(self.device))
-                (rows,) = inputs
-                if rows.ndim != 2:
-                    raise ConfigError(
-                        f"head.init={model.projection.closed_form} needs pooled features, but "
-                        f"{type(model.pooling).__name__} projects before it pools. Choose another pooling, such as gap."
-                    )
-                labels = torch.from_numpy(self.data.class_index)[batch.labels]
-                moments.add(model.projection.normalized(rows.to(model.projection.weight.dtype)), labels)
-                inputs.clear()
-        finally:
-            hook.remove()
+        model.eval()
+        for batch in self.batches(self.data.split.train):
+            with autocast(self.device, self.settings.precision):
+                rows = model.pooled_features(batch.images.to(self.device))
+            if rows is None:
+                raise ConfigError(
+                    f"head.init={model.projection.closed_form} needs pooled features, but "
+                    f"{type(model.pooling).__name__} projects before it pools. Choose another pooling, such as gap."
+                )
+            labels = torch.from_numpy(self.data.class_index)[batch.labels]
+            moments.add(model.projection.normalized(rows.to(model.projection.weight.dtype)), labels)
         model.projection.fit(moments)
 
     def _embed(

@@ -22,14 +22,15 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.miners import distance_weighted_triplets
 from dmlbench.models.projection import Projection
 from dmlbench.oodml import few_shot as module
-from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import drawn_support
 from dmlbench.oodml.few_shot import (
     FEW_SHOT,
     Adaptation,
+    CachedFeatures,
     Compared,
     FewShotPlan,
     adapt,
+    cache_features,
     few_shot_of_run,
     initial_boundary,
 )
@@ -88,7 +89,7 @@ def test_maps_are_cached_within_the_limit_if_the_pooling_projects_first(tmp_path
     labels = stored.labels.numpy()
     adapted = adapt(features, np.arange(len(rows)), labels, Adaptation(2, 1e-2, 0.0, batch_size=8), seed=0)
     assert not torch.equal(adapted.weight, before) and torch.equal(features.projection.weight, before)
-    with pytest.raises(RunError, match=r"Weldon needs the projection's result.* memory_bytes allows 0.00 GiB. Set"):
+    with pytest.raises(RunError, match=r"maps for Weldon of .* memory_bytes allows 0.00 GiB. Set"):
         features_of(run_dir, memory_bytes=1000)
 
 
