@@ -92,17 +92,11 @@ def test_products_are_found_by_the_number_of_their_files(tmp_path: Path) -> None
         ({"test": []}, r"splits.0.test: got \[\], expected at least 1 item"),
         ({"distance": -1.0}, "splits.0.distance: got -1.0, expected greater than or equal to 0"),
         ({"validation": ["Audi 100"]}, "expected fitted and validation classes to be disjoint parts of the train half"),
-        ({"train": 3}, "splits.0.train: got 3, expected a valid array"),
-        ({"train": ["a", 3]}, "splits.0.train.1: got 3, expected a valid string"),
-        ({"distance": None}, "splits.0.distance: got None, expected a valid number"),
     ],
 )
-def test_faulty_splits_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_faulty_splits_are_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_splits(written(tmp_path, split(**change)))
-
-
-def test_two_splits_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected names that differ; two splits are called '1'"):
         read_splits(written(tmp_path, split(), split()))
 

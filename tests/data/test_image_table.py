@@ -1,12 +1,24 @@
-"""Checks and fingerprint of ``dmlbench.data.image_table``."""
+"""Checks and fingerprint of tables, and tables of the files that lists name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_sizes, fingerprint, halved_roles, make_table, rows_of_classes
+from dmlbench.data.image_table import (
+    Listing,
+    Published,
+    file_contents,
+    fingerprint,
+    halved_roles,
+    make_table,
+    rows_of_classes,
+    table_of,
+)
 from dmlbench.types import DataError, ImageTable
+
+PATHS = ("a/1", "a/2", "b/1", "c/1", "c/2")
 
 
 def small_table(**changes: object) -> ImageTable:
@@ -36,10 +48,6 @@ def test_fingerprint_depends_on_names_sizes_labels_and_roles_alone() -> None:
     assert digest == "5233a334b4df589681619e22b4ac14bffb5ef17125afaf9db97d1ddfe81ec713"
 
 
-def test_rows_of_classes_are_the_rows_with_these_labels() -> None:
-    assert rows_of_classes(small_table(), [1]).tolist() == [2, 3]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -60,6 +68,66 @@ def test_a_table_whose_parts_do_not_fit_is_refused(changes: dict[str, object], m
 
 def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> None:
     (tmp_path / "here.png").write_bytes(b"12345")
-    assert file_sizes(tmp_path, ["here.png"], name="x").tolist() == [5]
+    assert file_contents(tmp_path, ["here.png"], name="x").tolist() == [5]
     with pytest.raises(DataError, match=r"lacks 12 of 13 image files.*m0\.png, .*m9\.png and 2 more"):
-        file_sizes(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")
+        file_contents(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")
+
+
+def small_listing(root: Path) -> Listing:
+    for path in PATHS:
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text(path)
+    return Listing(
+        name="small",
+        root=root,
+        layout="by hand",
+        paths=PATHS,
+        labels=np.array([0, 0, 2, 3, 3]),
+        class_names=("zero", "one", "two", "three"),
+        role=np.array(["train", "train", "train", "test", "test"]),
+        super_labels=np.array([7, 7, 8, 9, 9]),
+    )
+
+
+def test_files_are_sorted_and_classes_without_images_left_out_whatever_the_order_of_the_lists(tmp_path: Path) -> None:
+    listing = small_listing(tmp_path)
+    assert listing.super_labels is not None and listing.role is not None
+    order = np.array([3, 0, 4, 2, 1])
+    rows = {"labels": listing.labels[order], "role": listing.role[order], "super_labels": listing.super_labels[order]}
+    shuffled = replace(listing, paths=[PATHS[i] for i in order], **rows)
+    tables = [table_of(x, published=None) for x in (listing, shuffled)]
+    assert tables[0].fingerprint == tables[1].fingerprint
+    for table in tables:
+        assert table.class_names == ("zero", "two", "three")
+        assert (table.layout, table.root) == ("by hand", str(tmp_path))
+        assert table.paths.tolist() == list(PATHS)
+        assert table.labels.tolist() == [0, 0, 1, 2, 2]
+        assert table.role.tolist() == ["train"] * 3 + ["test"] * 2
+        assert table.super_labels is not None and table.super_labels.tolist() == [7, 7, 8, 9, 9]
+        assert rows_of_classes(table, [0, 2]).tolist() == [0, 1, 3, 4]
+
+
+def test_counts_are_compared_by_role(tmp_path: Path) -> None:
+    listing = small_listing(tmp_path)
+    right = Published({"train": (3, 2), "test": (2, 1)})
+    assert len(table_of(listing, published=right)) == 5
+    other = Published({"train": (1234, 2), "query": (2, 1)})
+    message = (
+        r"has train 3 images of 2 classes, query 0 images of 0 classes, test 2 images of 1 classes; published are "
+        r"train 1,234 images of 2 classes, query 2 images of 1 classes; .*dataset\.table\.check_counts=false"
+    )
+    with pytest.raises(DataError, match=message):
+        table_of(listing, published=other)
+
+
+@pytest.mark.parametrize("path", ["../a/1", "/a/1", "b/../../a/1"])
+def test_paths_outside_of_the_root_are_refused(tmp_path: Path, path: str) -> None:
+    listing = replace(small_listing(tmp_path), paths=[path, *PATHS[1:]])
+    with pytest.raises(DataError, match=f"lists images outside of '.*': {path}"):
+        table_of(listing, published=None)
+
+
+def test_a_class_in_both_halves_is_refused(tmp_path: Path) -> None:
+    listing = replace(small_listing(tmp_path), role=np.array(["train", "query", "train", "gallery", "test"]))
+    with pytest.raises(DataError, match="1 classes both to train and to test on: zero; metric learning tests on"):
+        table_of(listing, published=None)

@@ -20,7 +20,7 @@ from dmlbench.components import component, imported
 from dmlbench.config import config_folder, load_config, read_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
-from dmlbench.data.images.given import Given
+from dmlbench.data.images.sources import Given
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.external import Schema, load_yaml, validated

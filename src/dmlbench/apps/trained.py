@@ -18,8 +18,7 @@ from dmlbench.build import make_setup
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.batches.transforms import CropTransform, Transform
-from dmlbench.data.images.given import Given, GivenImages
-from dmlbench.data.images.sources import ImageSource
+from dmlbench.data.images.sources import Given, GivenImages, ImageSource
 from dmlbench.evaluation.embeddings.embed import load_distance
 from dmlbench.experiment import Setup
 from dmlbench.identity import changed_code

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
@@ -15,14 +15,9 @@ from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import config_folders
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
-if TYPE_CHECKING:
-    from dmlbench.data.getting.catalog import Source
-    from dmlbench.data.getting.verify import Report
-
 _COMMANDS = ("list", "stats", "verify", "prepare")
 _OF_PREPARE = ("dataset", "archives", "password", "download", "accept_other_checksum")
 """Keys that the suggested next command does not repeat."""
-_NAMED = 10
 
 
 def main(line: CommandLine) -> None:
@@ -42,7 +37,7 @@ def main(line: CommandLine) -> None:
         if command == "list":
             _list(cfg, line.config_dir)
         elif command == "stats":
-            print("\n".join(_described(_load(cfg, names[0]))))
+            _load(cfg, names[0])
         elif command == "verify":
             _verify(cfg, names[0])
         else:
@@ -64,88 +59,58 @@ def _list(cfg: DictConfig, config_dir: Path | None) -> None:
     root = Path(cfg.paths.data_dir)
     for name, file in sorted(_files(config_dir).items()):
         first = file.read_text(encoding="utf-8").partition("\n")[0]
-        print(f"{name:<15} {first.lstrip('# ')}")
+        lines = [f"{name:<15} {first.lstrip('# ')}"]
         if (source := SOURCES.get(name)) is not None:
-            for line in [*_found(source, root), f"published: {source.place.published}"]:
-                print(f"{'':<15} {line}")
+            if (found := source.found(root)) is None:
+                lines += [f"not found in {root}"]
+            else:
+                lines += [f"found in {found[0]}: {found[1].description}"]
+                try:
+                    notes = source.notes(root)
+                    lines += [f"NOT AS PUBLISHED: {'; '.join(notes)}"] * bool(notes)
+                except DataError as error:
+                    lines += [f"cannot be read: {error}"]
+            lines += [f"published: {source.published}"]
+        print(f"\n{'':<15} ".join(lines))
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
-def _found(source: "Source", root: Path) -> list[str]:
-    """Where a data set lies, and how it differs from the published one."""
-    from dmlbench.data.getting.catalog import is_found
-
-    found = is_found(source, root) if root.is_dir() else None
-    if found is None:
-        return [f"not found in {root}"]
-    lines = [f"found in {found[0]}: {found[1].description}"]
-    try:
-        notes = source.place.notes(root)
-    except DataError as error:
-        return [*lines, f"cannot be read: {error}"]
-    return lines + [f"NOT AS PUBLISHED: {'; '.join(notes)}"] * bool(notes)
-
-
 def _load(cfg: DictConfig, name: str) -> ImageTable:
-    """The table; where the data set is not there at all, the error also says how to get it."""
+    """Read and describe a data set; where it is not there at all, the error also says how to get it."""
+    from dmlbench.components import component
     from dmlbench.data.getting.catalog import SOURCES
+    from dmlbench.data.getting.verify import described
 
     source = SOURCES.get(name)
     if source is not None and "root" in cfg.dataset.table:
         try:
-            source.place.find(cfg.dataset.table.root)
+            source.find(cfg.dataset.table.root)
         except DataError as error:
-            downloads = all(archive.urls for archive in source.alternatives[0])
+            downloads = all(map(source.links, source.alternatives[0]))
             how = "downloads it" if downloads else "extracts the archives, once they are there"
             raise DataError(
                 f"{error}\n  `dmlbench data prepare {name}` {how}. By hand: {source.by_hand}.\n"
                 f"  Terms: {source.terms}. Cite: {source.citation}."
             ) from None
-
-    from dmlbench.components import component
-
     table: ImageTable = component(cfg.dataset.table)
+    print("\n".join(described(table)))
     return table
-
-
-def _described(table: ImageTable) -> list[str]:
-    """Counts, place and fingerprint of a data set, one line each."""
-    import numpy as np
-
-    from dmlbench.data.image_table import counts_by_role
-
-    per_class = np.bincount(table.labels, minlength=table.num_classes)
-    facts = {
-        "images per class": f"{per_class.min()} to {per_class.max()}, median {int(np.median(per_class))}",
-        "super-classes": table.super_labels is not None and len(np.unique(table.super_labels)),
-        "root": table.root,
-        "layout": table.layout,
-        "held as one array": table.pixels is not None and f"{' x '.join(map(str, table.pixels.shape[1:]))} pixels",
-        "not as published": "; ".join(table.notes),
-        "fingerprint": table.fingerprint,
-    }
-    lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
-    counts = counts_by_role(table.labels, table.role)
-    lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts.items()]
-    return lines + [f"  {name}: {fact}" for name, fact in facts.items() if fact]
 
 
 def _verify(cfg: DictConfig, name: str) -> None:
     from tqdm import tqdm
 
     from dmlbench.data.getting.catalog import SOURCES
-    from dmlbench.data.getting.verify import Report, unlisted, verify
+    from dmlbench.data.getting.verify import Report, findings, unlisted, verdict, verify
     from dmlbench.data.image_table import counts_by_role
     from dmlbench.data.originals import deviations_of_sample
     from dmlbench.runtime import available_cores
 
     table = _load(cfg, name)
-    print("\n".join(_described(table)))
-    expected = SOURCES[name].place.published if name in SOURCES else None
-    counts = "unknown" if expected is None else "others"
-    if expected is not None:
-        if counts_by_role(table.labels, table.role) == dict(expected.by_role):
-            counts = "published"
+    counts = "unknown"
+    if name in SOURCES:
+        expected = SOURCES[name].published
+        counts = "published" if counts_by_role(table.labels, table.role) == dict(expected.by_role) else "others"
         print(f"  published: {expected}" + ("" if counts == "published" else " (not what is here)"))
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.
     is_part = any(note.startswith("a subset") for note in table.notes)
@@ -159,61 +124,10 @@ def _verify(cfg: DictConfig, name: str) -> None:
     else:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
         report = Report(deviations=found, unlisted=tuple(unlisted(table)))
-    print("\n".join(_findings(report)))
-    print(f"{name} is {_verdict(report, counts)}")
-    if not report.is_whole:
-        sys.exit(1)
-
-
-def _findings(report: "Report") -> list[str]:
-    from dmlbench.data.getting.verify import TINY_SIDE
-
-    twins = report.duplicates
-    found = {
-        "cannot be read": [f"{path}: {reason}" for path, reason in report.broken],
-        f"smaller than {TINY_SIDE} pixels": report.tiny,
-        "of one color": report.constant,
-        "on disk but not listed": report.unlisted,
-    }
-    lines = [f"  looked at: {report.looked_at} images" if report.looked_at else "  images were not decoded"]
-    if report.modes:
-        modes = ", ".join(f"{count} {mode}" for mode, count in report.modes.items())
-        lines += [f"  converted to RGB when read: {modes}"]
-    if report.rotated:
-        lines += [f"  turned upright by EXIF when read: {report.rotated}"]
-    for text, names in found.items():
-        if names:
-            lines += [f"  {text}: {len(names)}", *_first(names)]
-    if twins.groups:
-        lines += [
-            f"  identical images: {len(twins.groups)} groups of {twins.images} images in all; {twins.across_classes} "
-            f"groups across classes, {twins.across_halves} across training and test half",
-            *_first([" = ".join(_first(group, indent="")) for group in twins.groups]),
-        ]
-    return lines
-
-
-def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
-    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
-
-
-def _verdict(report: "Report", counts: str) -> str:
-    """What a data set is, by its images and its counts: "published", "as asked", "others" or "unknown"."""
+    print("\n".join(findings(report)))
+    print(f"{name} is {verdict(report, counts)}")
     if report.broken:
-        return f"damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
-    if report.deviations:
-        more = "; its counts differ, too" if counts == "others" else ""
-        return f"readable, but its images are not the published ones: {'; '.join(report.deviations)}{more}"
-    if counts == "others":
-        return "readable, but not the benchmark of the papers: its counts differ from the published ones"
-    state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
-    known = {
-        "published": ": the benchmark of the papers",
-        "as asked": ": the part that is asked for has the counts that are known of it",
-        "unknown": ": every image can be read" if report.looked_at else "",
-    }
-    return f"{state}{known[counts]}"
+        sys.exit(1)
 
 
 def _prepare(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
@@ -232,5 +146,5 @@ def _prepare(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
         report=lambda text: print(f"  {text}", flush=True),
     )  # fmt: skip
     print(f"  {'is there already' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
-    print("\n".join(_described(_load(cfg, name))))
+    _load(cfg, name)
     print("next: " + shlex.join(["dmlbench", "data", "verify", name, *overrides]))

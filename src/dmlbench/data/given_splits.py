@@ -5,6 +5,7 @@ Files are those of ``dmlbench oodml splits`` (JSON), or the study's own (pickles
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,16 +20,7 @@ from dmlbench.data.protocols import Protocol
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.external import Schema, validated
 from dmlbench.runtime import read_json
-from dmlbench.types import (
-    ConfigError,
-    DataError,
-    ImageTable,
-    IntArray,
-    RetrievalSet,
-    Split,
-    check_choice,
-    closest,
-)
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split, check_choice, closest
 
 FORMAT = "dmlbench oodml splits 1"
 SELECTIONS = ("official_test", "val")
@@ -159,10 +151,9 @@ def _classes_by_name(table: ImageTable) -> tuple[dict[str, int], dict[str, int]]
     if table.name == "sop":
         numbers = (Path(str(path)).name.partition("_")[0] for path in table.paths)
         exact |= {number: int(label) for number, label in zip(numbers, table.labels, strict=True)}
-    classes: dict[str, list[int]] = {}
-    for i, name in enumerate(table.class_names):
-        classes.setdefault(_plain(name), []).append(i)
-    return exact, {name: own[0] for name, own in classes.items() if len(own) == 1}
+    plain = [_plain(name) for name in table.class_names]
+    counts = Counter(plain)
+    return exact, {name: i for i, name in enumerate(plain) if counts[name] == 1}
 
 
 @dataclass(frozen=True)
@@ -173,7 +164,6 @@ class Oodml(Protocol):
         splits_sha256: of the file's content, which must not change; None accepts any.
         select_on: "official_test" trains on all train classes and selects on the test half, as the study's zero-shot
             runs do (``val_is_test``); "val" trains on a part of the train classes and selects on the others.
-        num_repeats: runs of each split.
 
     Source: T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric Learning",
         NeurIPS 2021, and its public code.

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 import zlib
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,10 +30,8 @@ class Listing:
         super_labels: [N] ids of the super-classes, or None.
         originals: what is known of the published images, its boxes in the order of ``paths``; or None.
         notes: how the data may differ from the published ones, as far as names tell.
-        layout: which of the known layouts was found, in words.
         remedy: how to resolve classes in both halves, for the message.
-        pixels: [N, H, W] or [N, H, W, 3] uint8; None for files.
-        digest: of ``pixels``.
+        pixels: [N, H, W] or [N, H, W, 3] uint8, whose digest is ``digest``; None for files.
     """
 
     root: str | Path
@@ -82,15 +80,13 @@ def table_of(
     """The table of a listing whose images are all there; files are sorted by path, whatever the order of the lists.
 
     Args:
-        published: the benchmark's counts, if any.
         check_counts: require them. False takes a subset: classes without images are left out, the others keep their
             order and half.
         place: what the images were read from, for messages; ``listing.root`` by default.
     """
     name, place = listing.name, place or listing.root
     labels = np.asarray(listing.labels, dtype=np.int64)
-    role = halved_roles(labels, len(listing.class_names)) if listing.role is None else np.asarray(listing.role)
-    _check_lengths(name, paths=listing.paths, labels=labels, role=role, super_labels=listing.super_labels)
+    role = halved_roles(labels, len(listing.class_names)) if listing.role is None else listing.role
     notes: tuple[str, ...] = ()
     if published is not None:
         found = dict.fromkeys(published.by_role, (0, 0)) | counts_by_role(labels, role)
@@ -108,17 +104,17 @@ def table_of(
             f"{shorten([listing.class_names[c] for c in shared])}; metric learning tests on unseen classes: "
             f"{listing.remedy}"
         )
-    order = np.arange(len(labels))
+    paths, order = list(listing.paths), np.arange(len(labels))
     content: IntArray | str = listing.digest
-    originals = listing.originals
     if listing.pixels is None:
-        if outside := [path for path in listing.paths if leaves_root(path)]:
+        if outside := [path for path in paths if leaves_root(path)]:
             raise DataError(
                 f"data set '{name}' lists images outside of '{place}': {shorten(outside)}; give paths below that folder"
             )
-        order = np.array(sorted(order.tolist(), key=listing.paths.__getitem__), dtype=np.int64)
-        content = file_contents(listing.root, [listing.paths[row] for row in order.tolist()], name=name)
-    paths = [listing.paths[row] for row in order.tolist()]
+        order = np.array(sorted(order.tolist(), key=paths.__getitem__), dtype=np.int64)
+        paths = sorted(paths)
+        content = file_contents(listing.root, paths, name=name)
+    originals = listing.originals
     if originals is not None:
         if originals.boxes is not None:
             originals = replace(originals, boxes=originals.boxes[order])
@@ -132,7 +128,7 @@ def table_of(
         class_names=[listing.class_names[c] for c in present],
         role=role[order],
         content=content,
-        super_labels=None if listing.super_labels is None else np.asarray(listing.super_labels)[order],
+        super_labels=None if listing.super_labels is None else listing.super_labels[order],
         pixels=listing.pixels,
         layout=listing.layout,
         originals=originals,
@@ -145,12 +141,6 @@ def counts_by_role(labels: IntArray, role: NDArray[np.str_]) -> dict[str, tuple[
     """Role -> (images, classes) of the roles that occur, in the order of ``ROLES``."""
     rows_of = {part: role == part for part in ROLES}
     return {part: (int(rows.sum()), len(np.unique(labels[rows]))) for part, rows in rows_of.items() if rows.any()}
-
-
-def _check_lengths(name: str, **parts: Sized | None) -> None:
-    lengths = {what: len(part) for what, part in parts.items() if part is not None}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"data set '{name}' has parts of different lengths: {lengths}; each needs one entry an image")
 
 
 def make_table(
@@ -180,7 +170,10 @@ def make_table(
     super_labels = None if super_labels is None else np.asarray(super_labels, dtype=np.int64)
     if len(names) == 0:
         raise DataError(f"data set '{name}' has no images; check its folder '{root}'")
-    _check_lengths(name, paths=names, labels=labels, role=role, super_labels=super_labels, pixels=pixels)
+    parts = {"paths": names, "labels": labels, "role": role, "super_labels": super_labels, "pixels": pixels}
+    lengths = {what: len(part) for what, part in parts.items() if part is not None}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"data set '{name}' has parts of different lengths: {lengths}; each needs one entry an image")
     if len(set(names.tolist())) < len(names):
         unique, counts = np.unique(names, return_counts=True)
         raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
@@ -228,23 +221,11 @@ def halved_roles(labels: IntArray, num_classes: int) -> NDArray[np.str_]:
 
 
 def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
-    """[N] sizes in bytes; of uncompressed formats, whose sizes tell the dimensions alone, also a checksum << 31."""
-    contents = file_sizes(root, paths, name=name)
-    for row, path in enumerate(map(str, paths)):
-        if path.lower().endswith(_UNCOMPRESSED):
-            try:
-                with open(os.path.join(root, path), "rb") as file:
-                    contents[row] += zlib.crc32(file.read()) << 31
-            except OSError as error:
-                raise DataError(
-                    f"image '{path}' of '{name}' cannot be read ({error.strerror}); make it readable"
-                ) from error
-    return contents
+    """[N] sizes in bytes of the files, all of which must exist.
 
-
-def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
-    """[N] sizes in bytes of the files, all of which must exist."""
-    sizes = np.zeros(len(paths), dtype=np.int64)
+    Of uncompressed formats, whose sizes tell the dimensions alone, also a checksum << 31.
+    """
+    contents = np.zeros(len(paths), dtype=np.int64)
     missing: list[str] = []
     folder = os.path.join(root, "")
     for row, path in enumerate(map(str, paths)):
@@ -254,14 +235,21 @@ def file_sizes(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, nam
             status = None
         if status is None or not stat.S_ISREG(status.st_mode):  # opening a pipe would wait without end
             missing.append(path)
-        else:
-            sizes[row] = status.st_size
+            continue
+        contents[row] = status.st_size
+        if path.lower().endswith(_UNCOMPRESSED):
+            try:
+                contents[row] += zlib.crc32(Path(folder + path).read_bytes()) << 31
+            except OSError as error:
+                raise DataError(
+                    f"image '{path}' of '{name}' cannot be read ({error.strerror}); make it readable"
+                ) from error
     if missing:
         raise DataError(
             f"data set '{name}' lacks {len(missing):,} of {len(paths):,} image files under '{root}': "
             f"{shorten(missing)}; copy them there or correct the list"
         )
-    return sizes
+    return contents
 
 
 def leaves_root(path: str) -> bool:

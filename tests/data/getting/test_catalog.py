@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.getting.catalog import SOURCES, Source
+from dmlbench.data.getting.catalog import SOURCES
+from dmlbench.data.readers.layouts import DataFolder
 
 BENCHMARKS = {  # images, classes
     "cub200": (11_788, 200),
@@ -27,21 +28,21 @@ def test_every_data_set_with_files_of_its_own_is_known(repository: Path) -> None
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
-def test_entries_are_complete_and_well_formed(source: Source) -> None:
+def test_entries_are_complete_and_well_formed(source: DataFolder) -> None:
     assert all((source.title, source.terms, source.citation, source.by_hand, source.archives))
     assert source.home.startswith("http")
     names = [archive.name for archive in source.archives]
     assert len(set(names)) == len(names)
     for archive in source.archives:
         assert archive.md5 is None or re.fullmatch("[0-9a-f]{32}", archive.md5)
-        assert all(url.endswith("/" + archive.name) for url in archive.urls)
-        assert not archive.urls or archive.md5  # nothing is downloaded that cannot be checked
+        assert all(url.endswith("/" + archive.name) for url in source.links(archive))
+        assert archive.md5 or not source.links(archive)  # nothing is downloaded that cannot be checked
     assert source.by_hand[-1] not in ".;"
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_published_counts_add_up(name: str) -> None:
-    counts = SOURCES[name].place.published
+    counts = SOURCES[name].published
     images, classes = BENCHMARKS[name]
     assert sum(count for count, _ in counts.by_role.values()) == images
     assert classes is None or sum(count for _, count in counts.by_role.values()) == classes

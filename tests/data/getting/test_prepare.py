@@ -1,23 +1,66 @@
-"""Making a data set ready: from archives that lie there, from a link, or a message that says what is missing."""
+"""Making a data set ready: from archives or a link, whole, or rejected with nothing left in place."""
 
 import hashlib
 import io
+import json
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pooch
 import pytest
 from filelock import FileLock
 
-from dmlbench.data.getting.archives import MARKER, read_marker
-from dmlbench.data.getting.catalog import SOURCES, Archive, Source
-from dmlbench.data.getting.prepare import prepare
+from dmlbench.data.getting.catalog import SOURCES
+from dmlbench.data.getting.prepare import MARKER, Part, extract, prepare, read_marker
+from dmlbench.data.readers.layouts import Archive, DataFolder
 from dmlbench.types import DataError
+
+FILES = {"set/list.txt": b"1 a.jpg\n", "set/images/ä.jpg": bytes(range(256)) * 20, "set/images/b.jpg": b"", "c": b"c"}
+
+
+def zip_of(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+        for name, content in files.items():
+            out.writestr(name, content)
+    return path
+
+
+def tar_of(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as out:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            out.addfile(info, io.BytesIO(content))
+    return path
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != MARKER
+    }
+
+
+def part(path: Path) -> Part:
+    return Part(path, pooch.file_hash(str(path), alg="md5"))
+
+
+def check_rejected(archive: Path, match: str) -> None:
+    """The archive is an error, and nothing is written outside or left."""
+    into = archive.parent / "data" / "set"
+    into.parent.mkdir(exist_ok=True)
+    before = sorted(archive.parent.rglob("*"))
+    with pytest.raises(DataError, match=match):
+        extract([part(archive)], into)
+    assert sorted(archive.parent.rglob("*")) == before
+
 
 BIRDS = {
     "CUB_200_2011/images.txt": b"1 001.A/a.jpg\n2 101.B/b.jpg\n",
@@ -31,29 +74,22 @@ BIRDS = {
 
 def birds(folder: Path, name: str = "CUB_200_2011.tgz", files: dict[str, bytes] = BIRDS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(folder / name, "w:gz") as out:
-        for member, content in files.items():
-            info = tarfile.TarInfo(member)
-            info.size = len(content)
-            out.addfile(info, io.BytesIO(content))
-    return folder / name
+    return tar_of(folder / name, files, "w:gz")
 
 
 def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
 
 
-def source_of(archive: Path, *, url: str | None = None) -> Source:
+def source_of(archive: Path, *mirrors: str) -> DataFolder:
     """The birds, published as this archive."""
-    published = Archive(
-        "CUB_200_2011.tgz", md5=hashlib.md5(archive.read_bytes()).hexdigest(), urls=(url,) if url else ()
-    )
-    return replace(SOURCES["cub200"], alternatives=((published,),))
+    published = Archive("CUB_200_2011.tgz", hashlib.md5(archive.read_bytes()).hexdigest())
+    return replace(SOURCES["cub200"], alternatives=((published,),), mirrors=mirrors)
 
 
 @pytest.fixture
 def link(tmp_path: Path) -> Iterator[str]:
-    """Link of the archive on a server of this machine."""
+    """A server of this machine that has the archive."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
@@ -63,60 +99,46 @@ def link(tmp_path: Path) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "server"))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/CUB_200_2011.tgz"
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
     server.shutdown()
     server.server_close()
     thread.join()
 
 
-def test_an_archive_in_the_data_folder_is_extracted_and_found(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "data")
-    made = prepare(source_of(archive), tmp_path / "data", download=False)
-    assert made.folder == tmp_path / "data" / "cub200" / "CUB_200_2011"
-    assert not made.was_there
-    again = prepare(source_of(archive), tmp_path / "data", download=False)
+@pytest.mark.parametrize(
+    ("archive", "made_in"),
+    [
+        ("data/CUB_200_2011.tgz", "data/cub200"),
+        ("data/cub200/CUB_200_2011.tgz", "data/cub200/cub200"),
+        ("downloads/archive (1).tar.gz", "data/cub200"),
+    ],
+)
+def test_an_archive_is_extracted_and_found_wherever_it_was(tmp_path: Path, archive: str, made_in: str) -> None:
+    file = birds((tmp_path / archive).parent, Path(archive).name)
+    given = [file] if archive.startswith("downloads") else []
+    made = prepare(source_of(file), tmp_path / "data", given=given, download=False)
+    assert (made.folder, made.was_there) == (tmp_path / made_in / "CUB_200_2011", False)
+    assert file.exists()
+    marker = read_marker(tmp_path / made_in)
+    assert marker is not None and "accepted_other_checksum" not in marker
+    again = prepare(source_of(file), tmp_path / "data", download=False)
     assert (again.folder, again.was_there) == (made.folder, True)
 
 
-def test_an_archive_in_the_folder_of_the_data_set_is_extracted_inside_it(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "data" / "cub200")
-    made = prepare(source_of(archive), tmp_path / "data")
-    assert made.folder == tmp_path / "data" / "cub200" / "cub200" / "CUB_200_2011"
-    assert archive.exists()
-
-
-def test_an_archive_from_elsewhere_may_have_another_name(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "downloads", "archive (1).tar.gz")
-    source = source_of(archive)
-    made = prepare(source, tmp_path / "new" / "data", given=[archive])
-    assert made.folder.is_relative_to(tmp_path / "new" / "data" / "cub200")
-    marker = read_marker(tmp_path / "new" / "data" / "cub200")
-    assert marker is not None
-    assert "accepted_other_checksum" not in marker
-
-
 def test_another_checksum_is_an_error_unless_accepted_and_then_recorded(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "data")
-    source = source_of(archive)
-    birds(tmp_path / "data", files={**BIRDS, "attributes.txt": b"other"})
+    archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
+    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
+        prepare(source_of(archive), tmp_path / "data")
+    source, published = source_of(archive), hashlib.md5(archive.read_bytes()).hexdigest()
+    birds(tmp_path / "data")
     found = hashlib.md5(archive.read_bytes()).hexdigest()
-    published = source.archives[0].md5
-    with pytest.raises(
-        DataError, match=rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
-    ):
+    message = rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
+    with pytest.raises(DataError, match=message):
         prepare(source, tmp_path / "data", download=False)
     assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
     prepare(source, tmp_path / "data", download=False, accept_other_checksum=True)
     marker = read_marker(tmp_path / "data" / "cub200")
-    assert marker is not None
-    assert marker["accepted_other_checksum"] == "CUB_200_2011.tgz"
-
-
-def test_an_archive_of_something_else_leaves_nothing(tmp_path: Path) -> None:
-    archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
-    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
-        prepare(source_of(archive), tmp_path / "data")
-    assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
+    assert marker is not None and marker["accepted_other_checksum"] == "CUB_200_2011.tgz"
 
 
 @pytest.mark.parametrize(
@@ -128,12 +150,7 @@ def test_an_archive_of_something_else_leaves_nothing(tmp_path: Path) -> None:
         ("cub200", [], ["nothing.tgz"], r"nothing\.tgz' is no file; correct archives"),
         ("cub200", ["CUB_200_2011.tgz", "cub200/mine.txt"], [], r"has md5 \w+ \(4 bytes\), but the published"),
         ("omniglot", ["foo.zip"], ["foo.zip"], "must have its published name"),
-        (
-            "omniglot",
-            ["omniglot/images_background.zip"],
-            [],
-            r"nor is images_evaluation\.zip; images_background",
-        ),
+        ("omniglot", ["omniglot/images_background.zip"], [], r"nor is images_evaluation\.zip; images_background"),
         (
             "omniglot",
             ["omniglot/images_background.zip", "omniglot/images_evaluation.zip"],
@@ -162,7 +179,7 @@ def test_several_files_make_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_missing_archive_is_downloaded_and_extracted(tmp_path: Path, link: str) -> None:
-    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
+    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", link)
     lines: list[str] = []
     with pytest.raises(DataError, match=r"nor is CUB_200_2011\.tgz"):
         prepare(source, tmp_path / "data", download=False)
@@ -176,13 +193,13 @@ def test_links_are_tried_in_turn_and_a_wrong_file_is_no_archive(
     tmp_path: Path, link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmlbench.data.getting.prepare._RETRIES", 0)
-    source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", url=link)
-    gone = link.replace("CUB", "gone")
-    archive = replace(source.archives[0], urls=(gone, link))
-    assert not prepare(replace(source, alternatives=((archive,),)), tmp_path / "data").was_there
-    for other in (replace(archive, urls=(gone,)), replace(archive, urls=(link,), md5="0" * 32)):
+    archive = tmp_path / "server" / "CUB_200_2011.tgz"
+    gone = f"{link}gone/"
+    assert not prepare(source_of(archive, gone, link), tmp_path / "data").was_there
+    wrong = replace(source_of(archive, link), alternatives=((Archive(archive.name, "0" * 32),),))
+    for other in (source_of(archive, gone), wrong):
         with pytest.raises(DataError, match=r"cannot download CUB_200_2011\.tgz .* or get CUB_200_2011"):
-            prepare(replace(source, alternatives=((other,),)), tmp_path / "other")
+            prepare(other, tmp_path / "other")
         assert visible(tmp_path / "other") == []
 
 
@@ -202,3 +219,99 @@ def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) 
     assert made.folder == tmp_path / "data" / "omniglot"
     assert visible(made.folder) == ["images_background_small1.zip"]
     assert prepare(SOURCES["omniglot"], tmp_path / "data", download=False).was_there
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: zip_of(folder / "a.zip", FILES | {"__MACOSX/set/._list.txt": b"x"}),
+        lambda folder: tar_of(folder / "a.tar", FILES),
+        lambda folder: tar_of(folder / "misnamed.zip", FILES, "w:gz"),
+        lambda folder: tar_of(folder / "a.tar.xz", FILES, "w:xz"),
+    ],
+)
+def test_archives_and_files_make_one_folder_once(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    archive = make(tmp_path)
+    (tmp_path / "annos.mat").write_bytes(b"mat")
+    (tmp_path / ".set.partial").mkdir()  # of a killed process
+    parts = [part(archive), part(tmp_path / "annos.mat")]
+    extract(parts, tmp_path / "set", notes={"why": "test"})
+    assert content_of(tmp_path / "set") == {**FILES, "annos.mat": b"mat"}
+    assert not (tmp_path / ".set.partial").exists()
+    marker = read_marker(tmp_path / "set")
+    assert marker is not None
+    assert marker["parts"][0] == {"name": archive.name, "size": archive.stat().st_size, "md5": parts[0].md5}
+    assert marker["why"] == "test"
+    before = (tmp_path / "set" / MARKER).stat().st_mtime_ns
+    extract(parts, tmp_path / "set")
+    assert (tmp_path / "set" / MARKER).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/tmp/dmlbench_evil"])
+def test_names_never_leave_the_folder(tmp_path: Path, name: str) -> None:
+    check_rejected(zip_of(tmp_path / "a.zip", {"good": b"1", name: b"2"}), "is unsafe")
+    archive = tar_of(tmp_path / "a.tar", {"good": b"1", name: b"2"})
+    if name.startswith("/"):  # taken below the folder
+        extract([part(archive)], tmp_path / "set")
+        assert (tmp_path / "set" / name[1:]).exists()
+    else:
+        check_rejected(archive, "is unsafe")
+    assert not Path("/tmp/dmlbench_evil").exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_never_leave_the_folder(tmp_path: Path, kind: bytes) -> None:
+    link = tarfile.TarInfo("link")
+    link.type, link.linkname = kind, "a/../../.."
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        out.addfile(link)
+    check_rejected(tmp_path / "a.tar", "is unsafe")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["zip", "tar", "gz", "xz", "bz2"])
+def test_a_truncated_archive_is_rejected(tmp_path: Path, kind: str, kept: float) -> None:
+    files = {f"{k}.jpg": bytes([k]) * 600 for k in range(6)}
+    archive = tmp_path / f"a.{kind}"
+    whole = zip_of(archive, files) if kind == "zip" else tar_of(archive, files, "w" if kind == "tar" else f"w:{kind}")
+    content = whole.read_bytes()
+    end = content.rstrip(b"\0") if kind == "tar" else content  # a tar ends in blocks of zeros, of which two are needed
+    archive.write_bytes(content[: int(len(end) * kept)])
+    check_rejected(archive, "cannot unpack")
+    if kind == "tar":  # cut between two members
+        archive.write_bytes(content[:1536])
+        check_rejected(archive, "truncated")
+
+
+def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
+    content = bytearray(zip_of(tmp_path / "a.zip", {"a": b"1"}).read_bytes())
+    for magic, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(magic) + flags] |= 1
+    (tmp_path / "a.zip").write_bytes(content)
+    check_rejected(tmp_path / "a.zip", r"encrypted.*give password=<word>")
+
+
+def test_a_folder_that_was_not_made_from_the_archive_stays(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mine.txt").write_text("mine")
+    first = part(zip_of(tmp_path / "a.zip", FILES))
+    with pytest.raises(DataError, match="was not made by dmlbench; move it away"):
+        extract([first], tmp_path / "set")
+    assert content_of(tmp_path / "set") == {"mine.txt": b"mine"}
+    extract([first], tmp_path / "other")
+    with pytest.raises(DataError, match=r"was made from other files \(a\.zip\)"):
+        extract([part(zip_of(tmp_path / "b.zip", {"x": b"1"}))], tmp_path / "other")
+    assert content_of(tmp_path / "other") == FILES
+    (tmp_path / "set" / MARKER).write_text(json.dumps([1]))
+    assert read_marker(tmp_path / "set") is None
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(folder: Path) -> None:
+        assert content_of(folder) == FILES
+        raise KeyboardInterrupt
+
+    archive = zip_of(tmp_path / "a.zip", FILES)
+    with pytest.raises(KeyboardInterrupt):
+        extract([part(archive)], tmp_path / "set", check=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zip"]

@@ -26,12 +26,13 @@ def test_every_mode_is_read_as_rgb(tmp_path: Path, mode: str) -> None:
     assert value == 255 if mode == "1" else abs(int(value) - 200) <= 2
 
 
-def test_exif_rotation_is_applied(tmp_path: Path) -> None:
-    image = Image.new("RGB", (6, 4))
-    exif = image.getexif()
-    exif[0x0112] = 6
-    image.save(tmp_path / "turned.jpg", exif=exif)
-    assert read_image(tmp_path / "turned.jpg").size == (4, 6)
+@pytest.mark.parametrize("suffix", ["tiff", "jpg", "png", "webp"])
+@pytest.mark.parametrize(("orientation", "size"), [(1, (6, 4)), (3, (6, 4)), (6, (4, 6)), (8, (4, 6))])
+def test_exif_rotation_is_applied(tmp_path: Path, suffix: str, orientation: int, size: tuple[int, int]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.new("RGB", (6, 4)).save(tmp_path / f"turned.{suffix}", exif=exif)
+    assert read_image(tmp_path / f"turned.{suffix}").size == size
 
 
 @pytest.mark.parametrize("content", [b"", b"no image at all", None, "a pipe"])

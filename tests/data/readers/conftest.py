@@ -8,5 +8,5 @@ import pytest
 def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists only: every image counts as there."""
     monkeypatch.setattr(
-        "dmlbench.data.image_table.file_sizes", lambda root, paths, *, name: np.ones(len(paths), np.int64)
+        "dmlbench.data.image_table.file_contents", lambda root, paths, *, name: np.ones(len(paths), np.int64)
     )

@@ -1,7 +1,6 @@
 """Image folders and CSV lists as data sets."""
 
-import tarfile
-import zipfile
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,25 +31,19 @@ def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path, caplog: pytest.L
     assert table.role.tolist() == ["train"] * 3 + ["test"] * 3
 
 
-def test_train_and_test_folders_set_the_roles(tmp_path: Path) -> None:
-    paths = ["Train/z/1.png", "Train/y/1.png", "test/a/1.png", "test/a/2.png", "__MACOSX/Train/1.png"]
-    write_images(tmp_path, paths)
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["Train/z/1.png", "Train/y/1.png", "test/a/1.png", "test/a/2.png"],
+        ["train/a/1.png", "query/b/1.png", "gallery/b/2.png", "gallery/c/1.png"],
+    ],
+)
+def test_folders_by_role_set_the_roles(tmp_path: Path, paths: list[str]) -> None:
+    write_images(tmp_path, [*paths, "__MACOSX/Train/1.png"])
     table = folder(tmp_path)
-    assert table.class_names == ("a", "y", "z")
-    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True))["test/a/2.png"] == "test"
-    assert sorted(table.role.tolist()) == ["test", "test", "train", "train"]
-
-
-def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
-    write_images(tmp_path, ["train/a/1.png", "query/b/1.png", "gallery/b/2.png", "gallery/c/1.png"])
-    table = folder(tmp_path)
-    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True)) == {
-        "train/a/1.png": "train",
-        "query/b/1.png": "query",
-        "gallery/b/2.png": "gallery",
-        "gallery/c/1.png": "gallery",
-    }
-    assert table.class_names == ("a", "b", "c")
+    assert table.class_names == tuple(sorted({path.split("/")[1] for path in paths}))
+    roles = {path: path.split("/")[0].lower() for path in paths}
+    assert dict(zip(table.paths.tolist(), table.role.tolist(), strict=True)) == roles
 
 
 @pytest.mark.parametrize(
@@ -58,7 +51,6 @@ def test_query_and_gallery_folders_set_the_roles(tmp_path: Path) -> None:
     [
         (["train/a/1.png", "train/b/1.png"], "finds images in train of '.*', expected class folders, or folders train"),
         (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "finds images in test, train, val of"),
-        (["train/a/1.png", "test/a/1.png"], "1 classes both to train and to test on: a"),
         (["train/1.png", "test/b/1.png"], "with class folders inside"),
         (["1.png"], "finds images in no folder"),
         (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds images in test, train, unlabeled of"),
@@ -149,16 +141,6 @@ def test_a_list_of_classes_at_fault_is_refused(
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
 
 
-def test_a_csv_may_give_query_and_gallery(tmp_path: Path) -> None:
-    write_images(tmp_path, ["1.png", "2.png", "3.png", "4.png"])
-    (tmp_path / "list.csv").write_text(
-        "path, label, role\n1.png,x,train\n2.png,y,query\n3.png,y,gallery\n4.png,x,train\n"
-    )
-    table = folder(tmp_path, csv="list.csv")
-    assert table.labels.tolist() == [0, 1, 1, 0]
-    assert table.role.tolist() == ["train", "query", "gallery", "train"]
-
-
 def test_integer_labels_are_sorted_as_integers_and_roles_default_to_halves(tmp_path: Path) -> None:
     write_images(tmp_path, ["1.png", "2.png", "3.png", "4.png"])
     file = tmp_path / "elsewhere.csv"
@@ -170,20 +152,22 @@ def test_integer_labels_are_sorted_as_integers_and_roles_default_to_halves(tmp_p
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
-def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_path: Path, separator: str) -> None:
+def test_a_csv_may_give_roles_and_super_classes_and_be_separated_as_spreadsheets_do(
+    tmp_path: Path, separator: str
+) -> None:
     write_images(tmp_path, ["ä, 1.png", "2.png", "3.png"])
     rows = [
-        ["label", "path", "super_label"],
-        ["x", '"ä, 1.png"', "chair"],
-        ["y", "2.png", "bed"],
-        ["z", "3.png", "bed"],
+        ["label", " path", "super_label", "role"],
+        ["x", '"ä, 1.png"', "chair", "train"],
+        ["y", "2.png", "bed", "query"],
+        ["y", "3.png", "bed", "gallery"],
     ]
     text = "\r\n".join(separator.join(row) for row in rows)
     (tmp_path / "list.csv").write_bytes(text.encode())
     table = folder(tmp_path, csv="list.csv")
     assert table.super_labels is not None
-    found = dict(zip(table.paths.tolist(), table.super_labels.tolist(), strict=True))
-    assert found == {"ä, 1.png": 1, "2.png": 0, "3.png": 0}
+    found = zip(table.paths.tolist(), table.super_labels.tolist(), table.role.tolist(), strict=True)
+    assert set(found) == {("ä, 1.png", 1, "train"), ("2.png", 0, "query"), ("3.png", 0, "gallery")}
 
 
 @pytest.mark.parametrize(
@@ -195,15 +179,9 @@ def test_a_csv_may_give_super_classes_and_be_separated_as_spreadsheets_do(tmp_pa
         ("path,label\n1.png\n", "has the row '1.png, ', expected a value in each"),
         ("path,label\n1.png,a,b\n", "as many values in each row"),
         ("path,label\n1.png,a\n2.png,a,b\n", "is no CSV .*line 3"),
-        (
-            "path,label,role\n1.png,a,trian\n",
-            "has the row '1.png, a, trian', .*; roles are train, test, query",
-        ),
+        ("path,label,role\n1.png,a,trian\n", "has the row '1.png, a, trian', .*; roles are train, test, query"),
         ("path,label\n1.png,a\n.//1.png,b\n", r"lists images twice: 1\.png"),
-        ("path,label\n../1.png,a\n", r"lists images outside of .*: \.\./1\.png"),
         ("path,label,label\n1.png,a,b\n", "has the columns"),
-        ("path,label\n1.png,a\nmissing.png,b\n", "lacks 1 of 2 image files.*missing.png"),
-        ("path,label,role\n1.png,a,train\n2.png,a,query\n", "both to train and to test"),
     ],
 )
 def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -225,13 +203,7 @@ def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> N
 def test_real_folders_are_read(
     shared_dir: Path, tmp_path: Path, archive: str, root: str, images: int, classes: int
 ) -> None:
-    file = shared_dir / "data" / archive
-    if file.suffix == ".tar":
-        with tarfile.open(file) as tar:
-            tar.extractall(tmp_path, filter="data")
-    else:
-        with zipfile.ZipFile(file) as packed:
-            packed.extractall(tmp_path)
+    shutil.unpack_archive(shared_dir / "data" / archive, tmp_path)
     table = folder(tmp_path / root)
     assert (len(table), table.num_classes) == (images, classes)
     assert np.unique(table.labels[table.role == "train"]).tolist() == list(range(classes // 2))

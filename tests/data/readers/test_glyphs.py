@@ -90,30 +90,23 @@ def test_seed_and_style_decide_the_pixels_and_the_cache_does_not(data_set: type[
         assert other.fingerprint != first.fingerprint
 
 
-def test_an_image_does_not_depend_on_how_many_are_asked_for(tmp_path: Path) -> None:
+def test_an_image_does_not_depend_on_how_many_are_asked_for_or_rendered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = glyphs(cache_dir=tmp_path, num_classes=4, images_per_class=2).pixels
+    monkeypatch.setattr(module, "_CHUNK", 7)
     more = glyphs(cache_dir=tmp_path, num_classes=9, images_per_class=5).pixels
     assert few is not None
     assert more is not None
     np.testing.assert_array_equal(few.reshape(4, 2, 64, 64), more.reshape(9, 5, 64, 64)[:4, :2])
 
 
-def test_an_image_does_not_depend_on_the_chunk_it_is_rendered_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = glyphs_collage(cache_dir=tmp_path / "a", **SMALL)
-    monkeypatch.setattr(module, "_CHUNK", 5)
-    np.testing.assert_array_equal(whole.pixels, glyphs_collage(cache_dir=tmp_path / "b", **SMALL).pixels)
-
-
 def test_warping_equals_a_naive_loop_over_pixels() -> None:
     masters = master_glyphs((ord("R"), ord("g")), 40)
     edge, side = masters.shape[-1], 32
-    places = [
-        module._Place(which=0, face=3, size=0.9, angle=0.3, right=0.1, down=-0.05),
-        module._Place(which=1, face=9, size=1.3, angle=-2.0, right=0.0, down=0.2),
-    ]
-    warped = module._warp(masters, 40, places, side=side)
+    values = [(0, 3, 0.9, 0.3, 0.1, -0.05), (1, 9, 1.3, -2.0, 0.0, 0.2)]
+    places = [module._Places(*place) for place in values]
+    warped = module._warp(masters, 40, module._Places(*map(np.array, zip(*values, strict=True))), side=side)
     for place, image in zip(places, warped, strict=True):
         master = masters[place.which, place.face].astype(float)
         scale = 40 / (place.size * side)
@@ -134,17 +127,9 @@ def test_warping_equals_a_naive_loop_over_pixels() -> None:
 
 
 def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact(tmp_path: Path) -> None:
-    table = glyphs(
-        cache_dir=tmp_path,
-        num_classes=2,
-        images_per_class=4,
-        size_range=(0.7, 0.7),
-        rotation_degrees=0,
-        shift=0,
-        background_range=(0.2, 0.2),
-        contrast_range=(0.6, 0.6),
-        noise_range=(0, 0),
-    )
+    still = {"size_range": (0.7, 0.7), "rotation_degrees": 0, "shift": 0, "noise_range": (0, 0)}
+    levels = {"background_range": (0.2, 0.2), "contrast_range": (0.6, 0.6)}
+    table = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=4, **still, **levels)
     assert table.pixels is not None
     for image in table.pixels:
         assert (image.min(), image.max()) == (51, 51 + 153)
@@ -154,14 +139,8 @@ def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact
 
 
 def test_noise_has_the_standard_deviation_that_was_asked_for(tmp_path: Path) -> None:
-    noise = glyphs(
-        cache_dir=tmp_path,
-        num_classes=2,
-        images_per_class=2,
-        contrast_range=(0, 0),
-        background_range=(0.5, 0.5),
-        noise_range=(0.1, 0.1),
-    ).pixels
+    levels = {"contrast_range": (0, 0), "background_range": (0.5, 0.5), "noise_range": (0.1, 0.1)}
+    noise = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=2, **levels).pixels
     assert noise is not None
     assert np.std(noise) == pytest.approx(25.5, rel=0.03)
     assert np.mean(noise) == pytest.approx(127.5, abs=1)
@@ -173,8 +152,8 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
     seen: list[tuple[int, ...]] = []
     warp = module._warp
 
-    def spy(masters: np.ndarray, em: int, places: list[module._Place], *, side: int) -> np.ndarray:
-        seen.extend(tuple(p.which for p in places[i : i + 4]) for i in range(0, len(places), 4))
+    def spy(masters: np.ndarray, em: int, places: module._Places, *, side: int) -> np.ndarray:
+        seen.extend(map(tuple, places.which.reshape(-1, 4).tolist()))
         return warp(masters, em, places, side=side)
 
     monkeypatch.setattr(module, "_warp", spy)

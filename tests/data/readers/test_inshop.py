@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import file_contents
 from dmlbench.data.readers.inshop import inshop
 from dmlbench.types import DataError
 
@@ -63,7 +63,7 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str, listed: s
         assert table.super_labels is not None
         categories = ["MEN/Denim", "WOMEN/Denim", "WOMEN/Dresses"]
         assert [categories[s] for s in table.super_labels] == ["/".join(p.split("/")[:2]) for p in table.paths]
-        assert (file_sizes(table.root, table.paths, name="inshop") == 0).all()
+        assert (file_contents(table.root, table.paths, name="inshop") == 0).all()
         assert table.fingerprint == reference.fingerprint
 
 
@@ -78,12 +78,7 @@ def test_images_of_the_papers_come_before_the_large_ones(tmp_path: Path) -> None
     ("row", "message"),
     [
         (("img/MEN/Denim/id_9/x.jpg", "id_9", "test"), r"line 9 of '.*' has the evaluation_status 'test', expected"),
-        (("img/../../x/y.jpg", "id_9", "train"), r"lists images outside of .*: \.\./\.\./x/y\.jpg"),
-        (
-            ("MEN/Denim/id_9/x.jpg", "id_9", "train"),
-            r"line 9 of '.*' has the image_name 'MEN.*', expected img/<gen",
-        ),
-        (("img/MEN/Denim/id_9/x.jpg", "id_9", "train"), r"lacks 1 of 7 image files .*: MEN/Denim/id_9/x\.jpg"),
+        (("MEN/Denim/id_9/x.jpg", "id_9", "train"), r"line 9 of '.*' has the image_name 'MEN.*', expected img/<gen"),
         (("img/MEN/Denim/id_9/x.jpg", "id_00000007", "train"), "1 classes both to train and to test on: id_00000007"),
     ],
 )

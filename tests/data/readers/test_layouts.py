@@ -22,7 +22,11 @@ def make(root: Path, *paths: str) -> Path:
 def find(root: Path, *layouts: Layout) -> tuple[Path, Layout]:
     published = Published({"train": (1, 1), "test": (1, 1)})
     names = ("birds", "birds_200")
-    return DataFolder("birds", "Birds", names, layouts or (PREFERRED, OTHER), "unpack birds.tgz", published).find(root)
+    about = dict.fromkeys(("home", "terms", "citation", "by_hand"), "")
+    layouts = layouts or (PREFERRED, OTHER)
+    return DataFolder("birds", "Birds", names, layouts, "unpack birds.tgz", published, **about, alternatives=()).find(
+        root
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_background_alone_is_halved_in_sorted_order(tmp_path: Path) -> None:
     assert table.pixels[0, 0, 0] == 0
 
 
-def test_what_is_not_the_published_split_is_noted(tmp_path: Path) -> None:
+def test_with_evaluation_the_archives_are_the_halves_and_what_is_not_as_published_is_noted(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
     count = "a subset: {} of 32,460 images"
     cut = "train and test half share Greek: the split cuts an alphabet"
@@ -57,12 +57,6 @@ def test_what_is_not_the_published_split_is_noted(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_evaluation.zip", ["Angelic/character01", "Zulu/character01"])
     table = subset(tmp_path, cache_dir=tmp_path)
     assert (table.notes, table.published_queries) == ((count.format(18),), 13_180)
-
-
-def test_with_evaluation_the_archives_are_the_halves(tmp_path: Path) -> None:
-    write_archive(tmp_path / "images_background.zip", BACKGROUND)
-    write_archive(tmp_path / "images_evaluation.zip", ["Angelic/character01", "Zulu/character01"])
-    table = subset(tmp_path, cache_dir=tmp_path)
     assert table.class_names == (*sorted(BACKGROUND), "Angelic/character01", "Zulu/character01")
     assert table.role.tolist() == ["train"] * 12 + ["test"] * 6
     only = subset(tmp_path, cache_dir=tmp_path, archives=["images_evaluation.zip"])
@@ -78,14 +72,14 @@ def test_small_archives_are_joined_and_left_out_beside_the_full_one(tmp_path: Pa
     assert "Latin/character01" not in subset(tmp_path, cache_dir=tmp_path).class_names
 
 
-def test_unpacked_folders_are_the_same_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_own_folder", [False, True])
+def test_unpacked_folders_are_the_same_data(tmp_path: Path, in_own_folder: bool) -> None:
+    unpacked = tmp_path / "data" / "omniglot-py"
     for name, characters in (("images_background", BACKGROUND), ("images_evaluation", ["Zulu/character01"])):
         write_archive(tmp_path / f"{name}.zip", characters)
-    packed = subset(tmp_path, cache_dir=tmp_path / "cache")
-    unpacked = tmp_path / "data" / "omniglot-py"
-    for name in ("images_background", "images_evaluation"):
         with zipfile.ZipFile(tmp_path / f"{name}.zip") as archive:
-            archive.extractall(unpacked)
+            archive.extractall(unpacked / name if in_own_folder else unpacked)
+    packed = subset(tmp_path, cache_dir=tmp_path / "cache")
     assert subset(tmp_path / "data", cache_dir=tmp_path / "cache").fingerprint == packed.fingerprint
     one = subset(tmp_path / "data", cache_dir=tmp_path / "cache", archives=["images_evaluation.zip"])
     assert one.class_names == ("Zulu/character01",)
@@ -95,24 +89,15 @@ def test_an_incomplete_archive_is_told_from_the_published_one(tmp_path: Path) ->
     write_archive(tmp_path / "images_evaluation.zip", BACKGROUND)
     with pytest.raises(DataError, match=r"has 12 drawings of 4 characters; published are 13,180 of 659.*check_counts"):
         omniglot(tmp_path, cache_dir=tmp_path)
-
-
-def test_the_second_small_archive_must_have_five_alphabets_of_whole_characters(tmp_path: Path) -> None:
-    file = tmp_path / "images_background_small2.zip"
+    small = tmp_path / "small" / "images_background_small2.zip"  # five alphabets of whole characters
+    small.parent.mkdir()
     characters = [f"{alphabet}/character01" for alphabet in "ABCDE"]
-    write_archive(file, characters, images=20)
-    assert len(omniglot(tmp_path, cache_dir=tmp_path)) == 100
+    write_archive(small, characters, images=20)
+    assert len(omniglot(small.parent, cache_dir=tmp_path)) == 100
     for wrong, images in ((characters[:4], 20), (characters, 3)):
-        write_archive(file, wrong, images=images)
+        write_archive(small, wrong, images=images)
         with pytest.raises(DataError, match="published are 20 of each character of 5 alphabets"):
-            omniglot(tmp_path, cache_dir=tmp_path)
-
-
-def test_an_archive_may_be_unpacked_to_a_folder_of_its_own(tmp_path: Path) -> None:
-    write_archive(tmp_path / "images_background.zip", BACKGROUND)
-    with zipfile.ZipFile(tmp_path / "images_background.zip") as archive:
-        archive.extractall(tmp_path / "data" / "images_background")
-    assert len(subset(tmp_path / "data", cache_dir=tmp_path)) == 12
+            omniglot(small.parent, cache_dir=tmp_path)
 
 
 @pytest.mark.data

@@ -1,12 +1,12 @@
 """Tiny-ImageNet and trees like it."""
 
-import zipfile
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import file_contents
 from dmlbench.data.readers.tiny_imagenet import tiny_imagenet
 from dmlbench.types import ConfigError, DataError
 
@@ -49,31 +49,25 @@ def test_every_layout_gives_the_same_labels_classes_and_halves(
         expected = {f"{wnid}_{i}.JPEG": c for c, wnid in enumerate(WNIDS) for i in range(2)}
         assert label_of == expected | {f"val_{i}.JPEG": i for i in range(4)}
         assert table.role.tolist() == ["train" if label < 2 else "test" for label in table.labels]
-        assert (file_sizes(table.root, table.paths, name="tiny_imagenet") == 0).all()
+        assert (file_contents(table.root, table.paths, name="tiny_imagenet") == 0).all()
 
 
-def test_parts_are_merged_as_asked_for(tmp_path: Path) -> None:
+def test_requested_parts_are_merged_and_unknown_ones_rejected(tmp_path: Path) -> None:
     write(tmp_path)
     sizes = {parts: len(tiny_imagenet(tmp_path, parts=parts, check_counts=False)) for parts in (("train",), ("val",))}
     assert sizes == {("train",): 8, ("val",): 4}
     assert tiny_imagenet(tmp_path, check_counts=False).paths[0] == "train/n01/images/n01_0.JPEG"
-
-
-@pytest.mark.parametrize("parts", [(), ("test",), ("train", "train"), ("train", "val", "test"), "train"])
-def test_unknown_parts_are_refused(tmp_path: Path, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"parts \(.*\) of tiny_imagenet must be a list of train, val or both"):
-        tiny_imagenet(tmp_path, parts=parts)
+    for parts in ((), ("test",), ("train", "train"), ("train", "val", "test"), "train"):
+        with pytest.raises(ConfigError, match=r"parts \(.*\) of tiny_imagenet must be a list of train, val or both"):
+            tiny_imagenet(tmp_path, parts=parts)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("wnids.txt", "n04\nn04\n", r"line 2 of '.*wnids\.txt' has the wnid 'n04', expected each once"),
         ("wnids.txt", "n04\nn02\nn03\n", r"train/n01' is no class of '.*wnids\.txt'"),
         ("wnids.txt", "n04\nn02\nn03\nn01\nn99\n", r"line 5 of .* has the wnid 'n99', expected one of words\.txt"),
         ("val/val_annotations.txt", "a.JPEG n77 0 0 1 1", r"line 1 of .* has the wnid 'n77', expected one of wnids"),
-        ("val/val_annotations.txt", "../a.JPEG n04 0 0 1 1", r"lists images outside of .*: val/images/\.\./a\.JPEG"),
-        ("val/val_annotations.txt", "a.JPEG n04 0 0 1 1", r"lacks 1 of 9 image files .*: val/images/a\.JPEG"),
     ],
 )
 def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -85,8 +79,7 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content
 
 @pytest.mark.data
 def test_the_subset_of_real_images_loads(shared_dir: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(shared_dir / "data/tiny_imagenet/tiny-imagenet-200_subset.zip") as archive:
-        archive.extractall(tmp_path)
+    shutil.unpack_archive(shared_dir / "data/tiny_imagenet/tiny-imagenet-200_subset.zip", tmp_path)
     table = tiny_imagenet(tmp_path, check_counts=False)
     assert (len(table), table.num_classes) == (3_000, 60)
     assert np.bincount(table.labels).tolist() == [50] * 60

@@ -1,7 +1,6 @@
 """From table rows to batches of images, in this process or in workers, with identical results."""
 
 import atexit
-import functools
 import logging
 import signal
 import weakref
@@ -20,7 +19,7 @@ from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.data.images.sources import ImageSource
 from dmlbench.device_copies import ahead_of_computing, to_device
 from dmlbench.runtime import available_cores, derive_seed
-from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray
+from dmlbench.types import Batch, ConfigError, DmlbenchError, ImageTable, IntArray, check_at_least
 
 _GPU_WORKERS = 4  # of about 2,000 cached images a second each: more than a ResNet50 trains on
 
@@ -42,7 +41,6 @@ class TrainBatches:
         images: of the table: a source for transforms that cut images, a tensor on the device (``pixel_tensor``) for
             those that shift batches; or records [B, F, 1, 1] of a feature cache, which takes the transform's place.
         class_index: [table.num_classes] training class of each label, -1 for others; see ``protocols.class_index``.
-        sampler: draws positions into ``rows``; made from their labels.
         num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
         second_views: whether batches have each image once more, transformed by its own draws.
     """
@@ -69,24 +67,15 @@ class TrainBatches:
         if second_views and isinstance(images, FeatureView) and images.cache.settings.views < 2:
             raise ConfigError("feature_cache.views: got 1, but the regularizer compares two views. Set 2 or more.")
         self._rows = np.asarray(rows, dtype=np.int64)
-        self._class_index = np.asarray(class_index, dtype=np.int64)
+        self._classes = np.asarray(class_index, dtype=np.int64)[table.labels]  # of table rows
         self._device = torch.device(device)
         self._num_workers = _resolve_workers(num_workers, self._device, images)
-        if len(sampler.labels) != len(self._rows):
-            raise ConfigError(
-                f"the sampler draws from {len(sampler.labels)} labels, but there are {len(self._rows)} rows"
-            )
-        if (self._class_index[table.labels[self._rows]] < 0).any():
-            raise ConfigError(
-                "class_index has no number for some classes of the training rows; make it from these rows"
-            )
         self._sampler = sampler
         self._reader = _Reader(images, transform)
         self._draws = ("image", "second view") if second_views else ("image",)
         self._seed = seed
         self._stream: Iterator[_Read] | None = None
         self._state = sampler.state_dict()
-        self._labels = table.labels
 
     def __len__(self) -> int:
         """Batches of a nominal epoch; the iterator itself does not end."""
@@ -100,17 +89,12 @@ class TrainBatches:
             self._sampler.load_state_dict(self._state)
             self._stream = _stream(self._reader, map(self._request, self._sampler), self._num_workers, self._device)
         try:
-            read = next(self._stream)
-            if isinstance(read, DmlbenchError):
-                raise read
-            index = read[0].index
-            assert index is not None
-            labels = self._class_index[self._labels[self._rows[index.rows]]]
-            batch = ahead_of_computing(self._device, lambda: _batch(read, labels, self._device))
+            request, batch = _batch(next(self._stream), self._classes, self._device)
         except BaseException:
             self.close()
             raise
-        self._state = self._sampler.state_after(index)
+        assert request.index is not None
+        self._state = self._sampler.state_after(request.index)
         return batch
 
     def _request(self, index: IndexBatch) -> "_Request":
@@ -152,8 +136,7 @@ class EvalBatches:
         num_workers: int | None = 0,
         seeds: Sequence[int] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size ({batch_size}) must be at least 1")
+        check_at_least(1, batch_size=batch_size)
         if transform.is_random and seeds is None:
             raise ConfigError("the evaluation transform is random; use center_crop or identity")
         self._rows = np.asarray(rows, dtype=np.int64)
@@ -173,11 +156,7 @@ class EvalBatches:
         stream = _stream(self._reader, requests, min(self._num_workers, len(parts)), self._device)
         try:
             for read in stream:
-                if isinstance(read, DmlbenchError):
-                    raise read
-                yield ahead_of_computing(
-                    self._device, functools.partial(_batch, read, self._labels[read[0].rows], self._device)
-                )
+                yield _batch(read, self._labels, self._device)[1]
         finally:
             _end(stream)
 
@@ -231,15 +210,22 @@ def _cut(source: ImageSource, transform: CropTransform, request: _Request) -> tu
     return torch.from_numpy(result).permute(0, 3, 1, 2), torch.from_numpy(cut.flip)
 
 
-def _batch(read: tuple[_Request, Tensor, Tensor], labels: IntArray, device: torch.device) -> Batch:
+def _batch(read: _Read, classes: IntArray, device: torch.device) -> tuple[_Request, Batch]:
+    """The batch on the device, labelled by the ``classes`` of table rows."""
+    if isinstance(read, DmlbenchError):
+        raise read
     request, images, flip = read
-    images = to_device(images, device)
-    if bool(flip.any()):
-        chosen = to_device(flip.nonzero()[:, 0], device)
-        images[chosen] = images[chosen].flip(-1)
-    views = images.split(len(labels))  # the second half are second views, where there are some
-    rows = request.rows[: len(labels)]
-    return Batch(views[0], torch.from_numpy(labels), torch.from_numpy(rows), *views[1:])
+    rows = request.rows if request.index is None else request.rows[: len(request.index.rows)]
+
+    def make() -> Batch:
+        on_device = to_device(images, device)
+        if bool(flip.any()):
+            chosen = to_device(flip.nonzero()[:, 0], device)
+            on_device[chosen] = on_device[chosen].flip(-1)
+        views = on_device.split(len(rows))  # the second half are second views, where there are some
+        return Batch(views[0], torch.from_numpy(classes[rows]), torch.from_numpy(rows), *views[1:])
+
+    return request, ahead_of_computing(device, make)
 
 
 _MOST_WORKERS = 256

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 
 from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, IntArray, RunError
+from dmlbench.types import ConfigError, IntArray, RunError, check_at_least
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ class BatchSampler:
 
     Args:
         labels: [N] class of each training row; any integers.
-        seed: of every draw.
         sizes: the arguments that describe a batch, by name; each at least 1.
     """
 
@@ -36,9 +36,7 @@ class BatchSampler:
         self.labels = np.ascontiguousarray(labels, dtype=np.int64)
         self.seed = seed
         self._sizes_of_batch = sizes
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigError(f"{name} ({value}) must be at least 1")
+        check_at_least(1, **sizes)
         _, self._class_of, self._sizes = np.unique(self.labels, return_inverse=True, return_counts=True)
         wanted = sizes.get("classes_per_batch", 1)
         if wanted > len(self._sizes):
@@ -47,8 +45,7 @@ class BatchSampler:
                 "lower sampler.classes_per_batch"
             )
         self._fingerprint = hashlib.sha256(self.labels.tobytes()).hexdigest()[:16]
-        self._epoch = 0
-        self._index = 0
+        self._epoch, self._index = 0, 0
         self._plan = self._planned(0)
         self._length = len(self._plan)
 
@@ -76,18 +73,15 @@ class BatchSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, and what it was planned from."""
-        return self._state(self._epoch, self._index)
+        position = {"kind": type(self).__name__, "seed": self.seed, "epoch": self._epoch, "index": self._index}
+        return {**position, **self._sizes_of_batch, "fingerprint": self._fingerprint}
 
     def state_after(self, batch: IndexBatch) -> dict[str, Any]:
         """The state right after ``batch``, however many batches were taken since."""
-        return self._state(batch.epoch, batch.index + 1)
+        return self.state_dict() | {"epoch": batch.epoch, "index": batch.index + 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state.
-
-        Raises:
-            RunError: the state is of another sampler, other labels or settings.
-        """
+        """Resume from a saved state; RunError if it is of another sampler, other labels or settings."""
         expected = self.state_dict()
         for name in ("kind", *self._sizes_of_batch, "seed", "fingerprint"):
             if state.get(name) != expected[name]:
@@ -100,16 +94,6 @@ class BatchSampler:
         if not 0 <= index <= len(plan):
             raise RunError(f"the saved sampler stands at batch {index} of epoch {epoch}, which has {len(plan)} batches")
         self._epoch, self._index, self._plan = epoch, index, plan
-
-    def _state(self, epoch: int, index: int) -> dict[str, Any]:
-        return {
-            "kind": type(self).__name__,
-            "seed": self.seed,
-            "epoch": epoch,
-            "index": index,
-            **self._sizes_of_batch,
-            "fingerprint": self._fingerprint,
-        }
 
     def _shuffled_by_class(self, random: np.random.Generator) -> tuple[IntArray, IntArray]:
         """Positions [N] class after class, shuffled within each, and start [C], where each class's begin."""
@@ -247,13 +231,7 @@ class SplitClassBatchSampler(_BalancedSampler):
     """
 
     def __init__(
-        self,
-        labels: IntArray,
-        *,
-        classes_per_batch: int,
-        images_per_class: int,
-        seed: int,
-        vary_classes: bool = False,
+        self, labels: IntArray, *, classes_per_batch: int, images_per_class: int, seed: int, vary_classes: bool = False
     ) -> None:
         batch_size = classes_per_batch * images_per_class
         divisors = [n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0]
@@ -291,9 +269,7 @@ class RotatingClassBatchSampler(_BalancedSampler):
         self._whole_batches(batch_size)
         classes = self._draw_classes(random, max(1, (len(self.labels) - 1) // batch_size), self.classes_per_batch)
         drawn = classes.reshape(-1)
-        order = np.argsort(drawn, kind="stable")
-        turn = np.empty_like(drawn)  # [draws] how often the class was drawn before
-        turn[order] = np.arange(len(drawn)) - np.searchsorted(drawn[order], drawn[order])
+        turn = np.asarray(pd.Series(drawn).groupby(drawn).cumcount())  # [draws] how often the class was drawn before
         return self._batches_of(self._without_replacement(random, drawn, turn, size=self.images_per_class))
 
 

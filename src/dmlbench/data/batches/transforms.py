@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmlbench.data.images.pixels import Kernel, resized
 from dmlbench.device_copies import to_device
-from dmlbench.types import ConfigError, IntArray
+from dmlbench.types import ConfigError, IntArray, check_at_least, check_choice
 
 PaddingMode = Literal["reflect", "edge", "constant"]
 
@@ -52,12 +52,9 @@ class CropTransform:
     works_on: ClassVar[Literal["image"]] = "image"
 
     def __post_init__(self) -> None:
-        for name in ("crop", "resize"):
-            if (side := getattr(self, name)) is not None and side < 1:
-                raise ConfigError(f"{name} ({side}) must be at least 1 pixel")
+        check_at_least(1, crop=self.crop, resize=1 if self.resize is None else self.resize)
         _check_flip(self.flip)
-        if self.kernel not in get_args(Kernel):
-            raise ConfigError(f"kernel '{self.kernel}' is unknown; use {' or '.join(get_args(Kernel))}")
+        check_choice("kernel", self.kernel, get_args(Kernel))
 
     @property
     def is_random(self) -> bool:
@@ -97,10 +94,8 @@ class ShiftTransform:
     works_on: ClassVar[Literal["batch"]] = "batch"
 
     def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ConfigError(f"padding ({self.padding}) must be at least 0")
-        if self.padding_mode not in get_args(PaddingMode):
-            raise ConfigError(f"padding_mode '{self.padding_mode}' is unknown; use reflect, edge or constant")
+        check_at_least(0, padding=self.padding)
+        check_choice("padding_mode", self.padding_mode, get_args(PaddingMode))
         _check_flip(self.flip)
 
     @property
@@ -120,19 +115,19 @@ class ShiftTransform:
                     f"padding ({self.padding}) must be smaller than the images, {height} x {width}; lower it"
                 )
             # Seeds are well mixed 63-bit numbers: their two halves are the two draws.
-            steps = 2 * self.padding + 1
             halves = torch.tensor([[s >> 32, s & 0xFFFFFFFF] for s in seeds], dtype=torch.int64)
-            top, left = (halves % steps - self.padding).unbind(1)
+            top, left = (halves % (2 * self.padding + 1) - self.padding).unbind(1)
             y = top[:, None] + torch.arange(height)  # [B, H] the row that each pixel comes from
             x = left[:, None] + torch.arange(width)
             if self.flip > 0:
                 mirrored = torch.from_numpy(_uniforms(seeds, 1)[:, 0] < self.flip)
                 x = torch.where(mirrored[:, None], x.flip(1), x)
-            inside_y, inside_x = (y >= 0) & (y < height), (x >= 0) & (x < width)
-            y, x = (to_device(_inside(at, size, self.padding_mode), device) for at, size in ((y, height), (x, width)))
-            images = pixels[rows[:, None, None], y[:, :, None], x[:, None, :]]
+            at_y, at_x = y.clamp(0, height - 1), x.clamp(0, width - 1)
+            if self.padding_mode == "reflect":
+                at_y, at_x = 2 * at_y - y, 2 * at_x - x
+            images = pixels[rows[:, None, None], to_device(at_y, device)[:, :, None], to_device(at_x, device)[:, None]]
             if self.padding_mode == "constant":
-                seen = to_device(inside_y[:, :, None] & inside_x[:, None, :], device)
+                seen = to_device((at_y == y)[:, :, None] & (at_x == x)[:, None], device)
                 images = images * (seen if images.ndim == 3 else seen[..., None])
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
         return images.expand(-1, 3, -1, -1).contiguous()
@@ -153,9 +148,7 @@ def random_resized_crop(
     """Training images: a box as torchvision's ``RandomResizedCrop`` draws it, resized to ``crop``, a random flip.
 
     Area is uniform, shape log-uniform, position uniform; after ten boxes that do not fit, the middle (Szegedy et al.,
-    "Going Deeper with Convolutions", CVPR 2015).
-
-    Arguments are those of ``CropTransform``.
+    "Going Deeper with Convolutions", CVPR 2015). Arguments are those of ``CropTransform``.
     """
     if not 0 < scale[0] <= scale[1] <= 1:
         raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")
@@ -198,19 +191,14 @@ def _random_boxes(
     top = (draws[row, first, 2] * (sizes[:, 0] - height + 1)).astype(np.int64)
     left = (draws[row, first, 3] * (sizes[:, 1] - width + 1)).astype(np.int64)
     boxes = np.stack([top, left, height, width], axis=1)
-    for b in np.flatnonzero(~fits.any(axis=1)):
-        boxes[b] = _middle_box(int(sizes[b, 0]), int(sizes[b, 1]), ratio)
+    for b in np.flatnonzero(~fits.any(axis=1)):  # the largest box in the middle whose shape is allowed
+        high, wide = whole = sizes[b].tolist()
+        if wide / high < ratio[0]:
+            high = min(high, max(1, round(wide / ratio[0])))
+        elif wide / high > ratio[1]:
+            wide = min(wide, max(1, round(high * ratio[1])))
+        boxes[b] = (whole[0] - high) // 2, (whole[1] - wide) // 2, high, wide
     return boxes
-
-
-def _middle_box(image_height: int, image_width: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """The largest box in the middle whose shape is allowed."""
-    height, width = image_height, image_width
-    if width / height < ratio[0]:
-        height = min(image_height, max(1, round(width / ratio[0])))
-    elif width / height > ratio[1]:
-        width = min(image_width, max(1, round(height * ratio[1])))
-    return (image_height - height) // 2, (image_width - width) // 2, height, width
 
 
 def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.float64]:
@@ -226,13 +214,6 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
         z = (z ^ (z >> np.uint64(27))) * second
         z ^= z >> np.uint64(31)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _inside(at: Tensor, size: int, mode: PaddingMode) -> Tensor:
-    if mode == "reflect":
-        at = at.abs()
-        return torch.where(at >= size, 2 * (size - 1) - at, at)
-    return at.clamp(0, size - 1)
 
 
 def _check_flip(flip: float) -> None:

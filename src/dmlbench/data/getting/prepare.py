@@ -1,23 +1,38 @@
-"""Prepares a data set: finds or downloads its archives, verifies them, and puts them where they belong."""
+"""Prepares a data set: finds or downloads its archives, verifies them, and extracts them completely or not at all."""
 
 import ftplib
+import json
 import logging
+import lzma
 import os
 import shutil
+import struct
 import sys
+import tarfile
+import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import pooch
 from filelock import FileLock, Timeout
 
-from dmlbench.data.getting.archives import Part, extract, read_marker
-from dmlbench.data.getting.catalog import Archive, Source, is_found
+from dmlbench.data.image_table import leaves_root
+from dmlbench.data.readers.layouts import Archive, DataFolder
 from dmlbench.runtime import whole_file
 from dmlbench.types import DataError
 
+MARKER = ".prepared-by-dmlbench.json"
+
 _RETRIES = 3
+_SINGLE_FILES = (".mat", ".txt")  # everything else is an archive
+_DAMAGED = (
+    zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, struct.error, EOFError, LookupError, ValueError,
+    RuntimeError, OverflowError, OSError,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +46,17 @@ class Prepared:
     was_there: bool
 
 
+@dataclass(frozen=True)
+class Part:
+    """A file with its MD5: an archive to unpack, or a list to copy into a data set's folder."""
+
+    path: Path
+    md5: str
+    is_published: bool = True
+
+
 def prepare(
-    source: Source,
+    source: DataFolder,
     root: str | Path,
     *,
     given: Sequence[str | Path] = (),
@@ -47,31 +71,31 @@ def prepare(
         root: the folder of all data sets.
         given: the archives, in any folder and under any name. If empty, the published names are looked for in ``root``
             and its sub-folder of the data set.
-        password: of encrypted archives.
         accept_other_checksum: take archives that differ from the published ones; the folder's marker file records it.
         report: called with a line before each piece of work.
     """
     root = Path(os.path.abspath(root))
     place = root / source.name
-    found = is_found(source, root) if root.is_dir() else None
+    found = source.found(root)
     if found is not None and not _is_partial(source, found[0]):
         if source.is_read_packed:
-            paths = {path: True for a in source.archives if (path := found[0] / a.name).is_file()}
-            _checked(source, paths, accept_other_checksum, report)
+            packed = [path for archive in source.archives if (path := found[0] / archive.name).is_file()]
+            _checked(source, packed, accept_other_checksum, report)
         return Prepared(found[0], found[1].description, was_there=True)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{source.name}.lock", timeout=0):
             folder = found[0] if found else place
             files = _gather(source, root, folder, [Path(path) for path in given], download)
-            parts, other = _checked(source, files, accept_other_checksum, report)
+            parts = _checked(source, files, accept_other_checksum, report)
             if source.is_read_packed:
-                for part in parts:
-                    _copy(part.path, folder / part.path.name, report)
+                for path in files:
+                    _copy(path, folder / path.name, report)
             else:
-                notes = {"accepted_other_checksum": ", ".join(other)} if other else {}
+                other = ", ".join(part.path.name for part in parts if not part.is_published)
                 extract(
-                    parts, _free_place(place, parts), password=password, notes=notes, report=report,
+                    parts, _free_place(place, parts), password=password, report=report,
+                    notes={"accepted_other_checksum": other} if other else {},
                     check=lambda folder: _check_layout(source, folder, parts),
                 )  # fmt: skip
     except Timeout:
@@ -80,11 +104,11 @@ def prepare(
         raise DataError(
             f"cannot prepare '{place}' ({error}); free some space, or set paths.data_dir to a folder you can write"
         ) from error
-    folder, layout = source.place.find(root)
+    folder, layout = source.find(root)
     return Prepared(folder, layout.description, was_there=False)
 
 
-def _is_partial(source: Source, folder: Path) -> bool:
+def _is_partial(source: DataFolder, folder: Path) -> bool:
     present = [
         (folder / archive.name).is_file() or (folder / archive.name.split(".")[0]).is_dir()
         for archive in source.alternatives[0]
@@ -92,8 +116,8 @@ def _is_partial(source: Source, folder: Path) -> bool:
     return source.is_read_packed and any(present) and not all(present)
 
 
-def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], download: bool) -> dict[Path, bool]:
-    """The files to use (given, found, or downloaded), and whether each is an archive."""
+def _gather(source: DataFolder, root: Path, place: Path, given: Sequence[Path], download: bool) -> list[Path]:
+    """The files to use: given, found, or downloaded."""
     for path in given:
         if not path.is_file():
             raise DataError(f"'{path}' is no file; correct archives")
@@ -101,18 +125,17 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
     if other := [path for path in given if path.name not in names]:
         if source.is_read_packed:
             raise DataError(f"'{other[0]}' must have its published name, one of {', '.join(names)}; rename it")
-        return {path: path.suffix not in (".mat", ".txt") for path in given}
+        return list(given)
     files = {name: folder / name for name in names for folder in (place, root) if (folder / name).is_file()}
     files |= {path.name: path for path in given}
-    for alternative in source.alternatives:
+
+    def rank(alternative: Sequence[Archive]) -> tuple[bool, bool]:
         needed = {archive.name for archive in alternative}
-        if needed <= set(files) and {path.name for path in given} <= needed:
-            return {files[archive.name]: archive.is_archive for archive in alternative}
-    wanted = next(
-        (a for a in source.alternatives if any(archive.name in files for archive in a)), source.alternatives[0]
-    )
+        return needed <= set(files) and {path.name for path in given} <= needed, not needed.isdisjoint(files)
+
+    wanted = max(source.alternatives, key=rank)  # a complete one, else one with a part that is there
     missing = [archive for archive in wanted if archive.name not in files]
-    if not download or not all(archive.urls for archive in missing):
+    if missing and not (download and all(map(source.links, missing))):
         there = f"{', '.join(a.name for a in wanted if a.name in files)} is there; " if files else ""
         raise DataError(
             f"{source.title} is not in '{root}', nor is {', '.join(a.name for a in missing)}; {there}{source.by_hand}; "
@@ -120,12 +143,12 @@ def _gather(source: Source, root: Path, place: Path, given: Sequence[Path], down
         )
     for archive in missing:
         files[archive.name] = _download(source, archive, place if source.is_read_packed else root)
-    return {files[archive.name]: archive.is_archive for archive in wanted}
+    return [files[archive.name] for archive in wanted]
 
 
-def _download(source: Source, archive: Archive, folder: Path) -> Path:
+def _download(source: DataFolder, archive: Archive, folder: Path) -> Path:
     """Download and verify an archive from the first of its links that works."""
-    for url in archive.urls:
+    for url in source.links(archive):
         downloader = pooch.HTTPDownloader if url.startswith("http") else pooch.FTPDownloader
         files = pooch.create(
             path=folder, base_url="", registry={archive.name: f"md5:{archive.md5}"}, urls={archive.name: url},
@@ -141,59 +164,154 @@ def _download(source: Source, archive: Archive, folder: Path) -> Path:
 
 
 def _checked(
-    source: Source, files: Mapping[Path, bool], accept_other_checksum: bool, report: Callable[[str], None]
-) -> tuple[list[Part], list[str]]:
-    """The files with their checksums, and the names of those that differ from the published ones."""
+    source: DataFolder, files: Sequence[Path], accept_other_checksum: bool, report: Callable[[str], None]
+) -> list[Part]:
+    """The files with their checksums, which must be published ones unless others are accepted."""
     by_name = {archive.name: archive for archive in source.archives}
     published = {archive.md5 for archive in source.archives if archive.md5 is not None}
-    checked, other = [], []
-    for path, is_archive in files.items():
+    parts = []
+    for path in files:
         name = path.name
         report(f"checksum of {name}")
         md5 = pooch.file_hash(str(path), alg="md5")
-        checked.append(Part(path, md5, is_archive))
-        if md5 in published or not published or (name in by_name and by_name[name].md5 is None):
-            continue
-        other.append(name)
-        if accept_other_checksum:
+        is_published = md5 in published or not published or (name in by_name and by_name[name].md5 is None)
+        parts.append(Part(path, md5, is_published))
+        if not is_published and not accept_other_checksum:
+            expected = " and ".join(
+                f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
+                for archive in ([by_name[name]] if name in by_name else source.alternatives[0])
+            )
+            raise DataError(
+                f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
+                "it again, or take it as it is with accept_other_checksum=true"
+            )
+        if not is_published:
             logger.warning("%s has md5 %s, which is not published; accepted as requested", path, md5)
-            continue
-        expected = " and ".join(
-            f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
-            for archive in ([by_name[name]] if name in by_name else source.alternatives[0])
-        )
-        raise DataError(
-            f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
-            "it again, or take it as it is with accept_other_checksum=true"
-        )
-    return checked, other
+    return parts
 
 
 def _free_place(place: Path, parts: Sequence[Part]) -> Path:
     """The folder to make: the usual one, or one inside it when the user made that for the archives."""
-    if not os.path.lexists(place) or read_marker(place) is not None:
-        return place
-    own = {part.path for part in parts if part.path.parent == place}
-    if place.is_dir() and not place.is_symlink() and set(place.iterdir()) - {place / place.name} <= own:
-        return place / place.name
-    return place  # extract says that it is not ours
+    if place.is_dir() and not place.is_symlink() and read_marker(place) is None:
+        own = {part.path for part in parts if part.path.parent == place}
+        if set(place.iterdir()) - {place / place.name} <= own:
+            return place / place.name
+    return place
 
 
-def _check_layout(source: Source, folder: Path, parts: Sequence[Part]) -> None:
-    if is_found(source, folder) is None:
+def _check_layout(source: DataFolder, folder: Path, parts: Sequence[Part]) -> None:
+    if source.found(folder) is None:
         names = ", ".join(f"'{part.path}'" for part in parts)
         raise DataError(
-            f"{names} holds no layout of {source.title} that is known; expected {source.place.expected}; extract it by "
+            f"{names} holds no layout of {source.title} that is known; expected {source.expected}; extract it by "
             "hand and point dataset.table.root at the right folder"
         )
 
 
 def _copy(path: Path, to: Path, report: Callable[[str], None]) -> None:
-    if path == to or (to.exists() and to.samefile(path)):
-        return
     if to.exists():
+        if to.samefile(path):
+            return
         raise DataError(f"'{to}' exists; move it away and start again")
     to.parent.mkdir(parents=True, exist_ok=True)
     report(f"copying {path.name}")
     with path.open("rb") as source, whole_file(to) as copy:
         shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def extract(
+    parts: Sequence[Part],
+    into: Path,
+    *,
+    password: str | None = None,
+    notes: Mapping[str, str] | None = None,
+    check: Callable[[Path], None] = lambda folder: None,
+    report: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Make the folder ``into`` from archives and single files, by way of a hidden folder that is renamed when complete.
+
+    The caller holds a lock.
+
+    Args:
+        notes: further entries of the record of parts (``MARKER``) in the folder.
+        check: called with the complete folder before it gets its name.
+    """
+    described = [{"name": part.path.name, "size": part.path.stat().st_size, "md5": part.md5} for part in parts]
+    if os.path.lexists(into):
+        marker = read_marker(into)
+        if marker is None:
+            raise DataError(
+                f"'{into}' exists and was not made by dmlbench; move it away, or set paths.data_dir to another folder"
+            )
+        if marker["parts"] != described:
+            names = ", ".join(str(part["name"]) for part in marker["parts"])
+            raise DataError(f"'{into}' was made from other files ({names}); remove that folder and start again")
+        return
+    partial = into.with_name(f".{into.name}.partial")
+    if partial.exists():
+        logger.warning("removing %s, which an interrupted process left", partial)
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir()
+        for path in (part.path for part in parts):
+            is_archive = path.suffix not in _SINGLE_FILES
+            report(f"{'extracting' if is_archive else 'copying'} {path.name}")
+            if is_archive:
+                _unpack(path, partial, password)
+            else:
+                shutil.copyfile(path, partial / path.name)
+        check(partial)
+        record = {"parts": described, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **(notes or {})}
+        (partial / MARKER).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        os.rename(partial, into)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """The record of ``extract`` in a folder, if there is one."""
+    try:
+        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "parts" in content else None
+
+
+def _unpack(archive: Path, folder: Path, password: str | None) -> None:
+    """Write the files of a zip or (compressed) tar archive below a folder."""
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as content:
+                members = [member for member in content.namelist() if not member.startswith("__MACOSX/")]
+                if unsafe := [member for member in members if leaves_root(member)]:
+                    raise DataError(
+                        f"'{archive}' is unsafe ('{unsafe[0]}' leaves the folder); get it from its publisher"
+                    )
+                content.extractall(folder, members, password.encode() if password else None)
+            return
+        with tarfile.open(archive, tarinfo=_Header) as tar:
+            tar.extractall(folder, filter="data")
+            assert tar.fileobj is not None
+            while tar.fileobj.read(1 << 20):  # reaches the checksum of the compression
+                pass
+    except tarfile.FilterError as error:
+        raise DataError(f"'{archive}' is unsafe ({error}); get it from its publisher") from error
+    except _DAMAGED as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; bad data of gzip and bz2 have none
+            raise
+        asks_for_password = isinstance(error, RuntimeError) and "password" in str(error)
+        remedy = "give password=<word>" if asks_for_password else "download it again, or extract it by hand"
+        raise DataError(f"cannot unpack '{archive}' ({error}); {remedy}") from error
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a tar archive. ``tarfile`` takes a missing or damaged one for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if buf == bytes(tarfile.BLOCKSIZE):
+                raise  # the zeros at the end of a complete archive
+            raise tarfile.ReadError("it is truncated") from error

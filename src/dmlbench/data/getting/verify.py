@@ -1,16 +1,16 @@
-"""Inspects every image of a data set for unreadable, odd, duplicated and unlisted ones."""
+"""Describes a data set, and inspects its images for unreadable, odd, duplicated and unlisted ones."""
 
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from PIL import ImageFile
 
-from dmlbench.data.image_table import file_sizes
+from dmlbench.data.image_table import counts_by_role, file_contents
 from dmlbench.data.images.pixels import read_image
 from dmlbench.data.images.threads import for_each
 from dmlbench.data.originals import Header, deviations, read_header
@@ -19,6 +19,7 @@ from dmlbench.runtime import file_sha256
 from dmlbench.types import DataError, ImageTable
 
 TINY_SIDE = 16
+_NAMED = 10
 
 Watch = Callable[[int], None]  # called with the number of images that were just read
 
@@ -31,24 +32,17 @@ class Duplicates:
     across_classes: int = 0
     across_halves: int = 0
 
-    @property
-    def images(self) -> int:
-        return sum(len(group) for group in self.groups)
-
 
 @dataclass(frozen=True)
 class Report:
     """What was found in a data set.
 
     Attributes:
-        looked_at: number of images read.
         broken: (path, reason) of each image that cannot be read.
         modes: number of files that are not 8-bit RGB, by Pillow's mode.
         rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
-        deviations: how the images differ from the published ones; see ``dmlbench.data.originals``.
-        unlisted: image files in the data set's folders that no list names.
     """
 
     looked_at: int = 0
@@ -61,51 +55,43 @@ class Report:
     deviations: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        return not self.broken
-
-
-@dataclass(frozen=True)
-class _Seen:
-    reason: str = ""
-    digest: str = ""
-    header: Header | None = None
-
 
 def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None) -> Report:
     """Decode all images of a data set, or compare the pixels of one that is held as an array."""
     if table.pixels is not None:
         return _verify_pixels(table, watch)
-    sizes = file_sizes(table.root, table.paths, name=table.name)
+    sizes = file_contents(table.root, table.paths, name=table.name)
     _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
     has_rival = (counts[inverse] > 1).tolist()  # only files of one size can be the same
-    names = [os.path.join(table.root, path) for path in table.paths.tolist()]
-    seen: list[_Seen] = [_Seen()] * len(names)
+    paths = table.paths.tolist()
+    reasons, digests = [""] * len(paths), [""] * len(paths)
+    headers: list[Header | None] = [None] * len(paths)
 
     def look(row: int) -> None:
-        seen[row] = _look(names[row], with_digest=has_rival[row])
+        name = os.path.join(table.root, paths[row])
+        try:
+            read_image(name)
+            digests[row] = file_sha256(name) if has_rival[row] else ""
+            headers[row] = read_header(name)
+        except (DataError, OSError) as error:
+            cause = error.__cause__ or error
+            text = str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
+            reasons[row] = text.replace(f"image '{name}' ", "").replace(f" '{name}'", "").removeprefix(f"'{name}' ")
 
     before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False  # some library may have set it
     try:
-        for_each(look, len(names), num_threads=max(1, num_threads), watch=watch)
+        for_each(look, len(paths), num_threads=max(1, num_threads), watch=watch)
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
-    paths = table.paths.tolist()
-    headers = [one.header for one in seen]
-    readable = [header for header in headers if header is not None]
+    readable = [(path, header) for path, header in zip(paths, headers, strict=True) if header is not None]
     originals = table.originals
     return Report(
-        looked_at=len(names),
-        broken=tuple((path, one.reason) for path, one in zip(paths, seen, strict=True) if one.reason),
-        modes=dict(sorted(Counter(header.mode for header in readable if header.mode != "RGB").items())),
-        rotated=sum(header.orientation in range(2, 9) for header in readable),
-        tiny=tuple(
-            path
-            for path, header in zip(paths, headers, strict=True)
-            if header is not None and min(header.width, header.height) < TINY_SIDE
-        ),
-        duplicates=_duplicates(table, (one.digest for one in seen)),
+        looked_at=len(paths),
+        broken=tuple((path, reason) for path, reason in zip(paths, reasons, strict=True) if reason),
+        modes=dict(sorted(Counter(header.mode for _, header in readable if header.mode != "RGB").items())),
+        rotated=sum(header.orientation in range(2, 9) for _, header in readable),
+        tiny=tuple(path for path, header in readable if min(header.width, header.height) < TINY_SIDE),
+        duplicates=_duplicates(table, digests),
         deviations=() if originals is None else deviations(headers, originals, np.arange(len(headers))),
         unlisted=tuple(unlisted(table)),
     )
@@ -126,24 +112,6 @@ def unlisted(table: ImageTable) -> list[str]:
     return sorted(found)
 
 
-def _look(name: str, *, with_digest: bool) -> _Seen:
-    digest = ""
-    try:
-        read_image(name)
-        digest = file_sha256(name) if with_digest else ""
-    except DataError as error:
-        return _Seen(reason=_reason(error, name), digest=digest)
-    except OSError as error:
-        return _Seen(reason=str(error.strerror or error), digest=digest)
-    return _Seen("", digest, read_header(name))
-
-
-def _reason(error: DataError, name: str) -> str:
-    cause = error.__cause__
-    text = str(error) if cause is None else str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
-    return text.replace(f"image '{name}' ", "").replace(f" '{name}'", "").removeprefix(f"'{name}' ")
-
-
 def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, digest in enumerate(digests):
@@ -158,14 +126,80 @@ def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:
 
 
 def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
-    pixels = table.pixels
-    assert pixels is not None
+    assert table.pixels is not None
     digests, constant = [], []
-    for row in range(len(table)):
-        image = np.ascontiguousarray(pixels[row])
+    for path, pixels in zip(table.paths.tolist(), table.pixels, strict=True):
+        image = np.ascontiguousarray(pixels)
         digests.append(hashlib.sha256(image.data).hexdigest())
-        colors = image.reshape(image.shape[0] * image.shape[1], -1)
-        if (colors == colors[0]).all():
-            constant.append(str(table.paths[row]))
+        if (image == image[0, 0]).all():
+            constant.append(path)
         watch(1)
     return Report(looked_at=len(table), constant=tuple(constant), duplicates=_duplicates(table, digests))
+
+
+def described(table: ImageTable) -> list[str]:
+    """Counts, place and fingerprint of a data set, one line each."""
+    per_class = np.bincount(table.labels, minlength=table.num_classes)
+    facts = {
+        "images per class": f"{per_class.min()} to {per_class.max()}, median {int(np.median(per_class))}",
+        "super-classes": table.super_labels is not None and len(np.unique(table.super_labels)),
+        "root": table.root,
+        "layout": table.layout,
+        "held as one array": table.pixels is not None and f"{' x '.join(map(str, table.pixels.shape[1:]))} pixels",
+        "not as published": "; ".join(table.notes),
+        "fingerprint": table.fingerprint,
+    }
+    lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
+    counts = counts_by_role(table.labels, table.role)
+    lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts.items()]
+    return lines + [f"  {name}: {fact}" for name, fact in facts.items() if fact]
+
+
+def findings(report: Report) -> list[str]:
+    """What a report has found, one line each, with the first ten names."""
+    twins = report.duplicates
+    found = {
+        "cannot be read": [f"{path}: {reason}" for path, reason in report.broken],
+        f"smaller than {TINY_SIDE} pixels": report.tiny,
+        "of one color": report.constant,
+        "on disk but not listed": report.unlisted,
+    }
+    lines = [f"  looked at: {report.looked_at} images" if report.looked_at else "  images were not decoded"]
+    if report.modes:
+        modes = ", ".join(f"{count} {mode}" for mode, count in report.modes.items())
+        lines += [f"  converted to RGB when read: {modes}"]
+    if report.rotated:
+        lines += [f"  turned upright by EXIF when read: {report.rotated}"]
+    for text, names in found.items():
+        if names:
+            lines += [f"  {text}: {len(names)}", *_first(names)]
+    if twins.groups:
+        lines += [
+            f"  identical images: {len(twins.groups)} groups of {sum(map(len, twins.groups))} images in all; "
+            f"{twins.across_classes} groups across classes, {twins.across_halves} across training and test half",
+            *_first([" = ".join(_first(group, indent="")) for group in twins.groups]),
+        ]
+    return lines
+
+
+def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
+    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
+
+
+def verdict(report: Report, counts: str) -> str:
+    """What a data set is, by its images and its counts: "published", "as asked", "others" or "unknown"."""
+    if report.broken:
+        return f"damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
+    if report.deviations:
+        more = "; its counts differ, too" if counts == "others" else ""
+        return f"readable, but its images are not the published ones: {'; '.join(report.deviations)}{more}"
+    if counts == "others":
+        return "readable, but not the benchmark of the papers: its counts differ from the published ones"
+    state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
+    known = {
+        "published": ": the benchmark of the papers",
+        "as asked": ": the part that is asked for has the counts that are known of it",
+        "unknown": ": every image can be read" if report.looked_at else "",
+    }
+    return f"{state}{known[counts]}"

@@ -29,18 +29,13 @@ class CachedArray:
 
 
 def cached_array(
-    cache_dir: str | Path,
-    name: str,
-    *,
-    key: Mapping[str, Any],
-    build: Callable[[], NDArray[np.uint8]],
+    cache_dir: str | Path, name: str, *, key: Mapping[str, Any], build: Callable[[], NDArray[np.uint8]]
 ) -> CachedArray:
     """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
 
     The file is a plain ``.npy`` followed by its sha256 (``numpy.load`` ignores the tail); a damaged file is made again.
 
     Args:
-        name: first part of the file's name.
         key: everything that the array depends on, including a version of the code that makes it; JSON values only.
     """
     text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))

@@ -2,7 +2,7 @@
 
 The file: magic, header length (8 bytes, little endian), a JSON header, an index [N] in the order of the sorted names
 (``_ENTRY``), its CRC-32, then each image's pixels [H, W, 3] uint8, anywhere. A process checks an image when it first
-reads it (0.2 ms), and decodes damaged ones again.
+reads it (0.2 ms).
 """
 
 import hashlib
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dmlbench.data.images.pixels import Kernel, read_image, short_side_resized
-from dmlbench.data.images.sources import DecodedImages
 from dmlbench.data.images.threads import for_each
 from dmlbench.runtime import available_cores, whole_file
 from dmlbench.types import DataError, ImageTable, IntArray
@@ -42,22 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 class CachedImages:
-    """Images of a table from its memory-mapped cache file; row r is image ``position[r]``, decoded by ``decode``."""
+    """Images of a table from its memory-mapped cache file; row r is image ``position[r]``."""
 
-    def __init__(
-        self, path: Path, index: Index, position: IntArray, decode: Callable[[int], NDArray[np.uint8]]
-    ) -> None:
+    def __init__(self, path: Path, index: Index, position: IntArray) -> None:
         self.path = path
         self._index = index
         self._position = position
-        self._decode = decode
         self._map: mmap.mmap | None = None
         self._unreleased = 0
         self._checked = np.zeros(len(position), dtype=np.bool_)
-        self._is_damaged = False
 
     def read(self, row: int) -> NDArray[np.uint8]:
-        """[H, W, 3] as a read-only view into the file; damaged images are decoded again."""
+        """[H, W, 3] as a read-only view into the file."""
         if self._map is None:
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -72,21 +67,9 @@ class CachedImages:
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=offset)
         if not self._checked[k]:
             if zlib.crc32(pixels.data) != checksum:
-                return self._decoded(row, checksum)
+                raise DataError(f"the image cache '{self.path}' is damaged; remove it to build it again")
             self._checked[k] = True
         return pixels.reshape(height, width, 3)
-
-    def _decoded(self, row: int, checksum: int) -> NDArray[np.uint8]:
-        if not self._is_damaged:
-            logger.warning(
-                "%s is damaged; remove it to build it again. Damaged images are decoded meanwhile", self.path
-            )
-        self._is_damaged = True
-        image = np.ascontiguousarray(self._decode(row))
-        if zlib.crc32(image.data) != checksum:
-            raise DataError(f"the image cache '{self.path}' is damaged, and image {row} has changed; remove the cache")
-        image.flags.writeable = False
-        return image
 
     def __getstate__(self) -> dict[str, Any]:
         # a worker that is not forked maps the file itself, and checks it
@@ -118,14 +101,8 @@ def cached_images(
     order = np.argsort(table.paths, kind="stable")
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
-    header = {
-        "version": VERSION,
-        "fingerprint": table.fingerprint,
-        "stamp": stamp,
-        "count": len(table),
-        "short_side": short_side,
-        "kernel": kernel,
-    }
+    header = {"version": VERSION, "fingerprint": table.fingerprint, "stamp": stamp, "count": len(table)}
+    header |= {"short_side": short_side, "kernel": kernel}
     try:
         index = _read_index(path, header)
         if index is None:
@@ -145,7 +122,7 @@ def cached_images(
                         index = _build(path, header, names, num_threads=threads, watch=bar.update, check=check)
     except OSError as error:
         raise DataError(f"cannot build the image cache '{path}' ({error.strerror or error}); {_REMEDY}") from error
-    return CachedImages(path, index, position, DecodedImages(table, short_side=short_side, kernel=kernel).read)
+    return CachedImages(path, index, position)
 
 
 def stamp_of(table: ImageTable) -> str:
@@ -211,27 +188,19 @@ def _build(
 ) -> Index:
     index = np.zeros(len(names), dtype=_ENTRY)
     head = _head(header)
-    end = len(head) + len(_encoded(index))
     lock = threading.Lock()
     with whole_file(path) as file:
+        file.seek(len(head) + len(_encoded(index)))
 
         def store(k: int) -> None:
-            nonlocal end
-            image = np.ascontiguousarray(
-                short_side_resized(read_image(names[k]), header["short_side"], header["kernel"])
-            )
+            resized = short_side_resized(read_image(names[k]), header["short_side"], header["kernel"])
+            image = np.ascontiguousarray(resized)
+            checksum = zlib.crc32(image.data)
             with lock:
-                offset, end = end, end + image.nbytes
-            index[k] = (offset, *image.shape[:2], zlib.crc32(image.data))
-            _write_all(file.fileno(), image, offset)
+                index[k] = (file.tell(), *image.shape[:2], checksum)
+                file.write(image.data)
 
         for_each(store, len(names), num_threads=num_threads, watch=watch, check=check)
-        _write_all(file.fileno(), head + _encoded(index), 0)
+        file.seek(0)
+        file.write(head + _encoded(index))
     return index
-
-
-def _write_all(handle: int, data: Any, offset: int) -> None:
-    view = memoryview(data).cast("B")
-    while len(view):
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written

@@ -51,19 +51,11 @@ def short_side_resized(image: Image.Image, short_side: int | None, kernel: Kerne
     """[H, W, 3] of an RGB image whose short side is ``short_side`` pixels, the long one in proportion, rounded down."""
     if short_side is None or min(image.size) == short_side:
         return np.asarray(image)
-    width, height = resized_size(image.width, image.height, short_side)
+    long = short_side * max(image.size) // min(image.size)  # rounded as torchvision's Resize does
+    width, height = (short_side, long) if image.width <= image.height else (long, short_side)
     if kernel == "pillow":
         return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
     return resized(np.asarray(image), height, width, kernel)
-
-
-def resized_size(width: int, height: int, short_side: int | None) -> tuple[int, int]:
-    """Width and height after the short side was resized, rounded as torchvision's ``Resize`` does."""
-    if short_side is None:
-        return width, height
-    short, long = sorted((width, height))
-    long = short_side * long // short
-    return (short_side, long) if width <= height else (long, short_side)
 
 
 def resized(image: NDArray[np.uint8], height: int, width: int, kernel: Kernel) -> NDArray[np.uint8]:

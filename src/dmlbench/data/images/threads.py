@@ -1,7 +1,7 @@
 """The same work on many images in parallel."""
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 _SLICE = 16
 
@@ -22,20 +22,15 @@ def for_each(
     """
 
     def run(start: int) -> int:
-        stop = min(start + _SLICE, count)
-        for k in range(start, stop):
+        for k in range(start, min(start + _SLICE, count)):
             work(k)
-        return stop - start
+        return min(_SLICE, count - start)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        pending: set[Future[int]] = {pool.submit(run, start) for start in range(0, count, _SLICE)}
         try:
-            while pending:
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    watch(future.result())
+            for finished in pool.map(run, range(0, count, _SLICE)):
+                watch(finished)
                 check()
         except BaseException:
-            for future in pending:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
             raise

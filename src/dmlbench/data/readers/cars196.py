@@ -16,6 +16,7 @@ from scipy.io.matlab import MatReadError
 from dmlbench.data.image_table import Listing, Published
 from dmlbench.data.readers.layouts import (
     SPLIT_FOLDERS,
+    Archive,
     DataFolder,
     Layout,
     first_match,
@@ -54,10 +55,7 @@ def cars196(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
     The split for classification is ignored (``test`` of the annotations) or merged (folders ``train`` and ``test``).
 
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: J. Krause et al., "3D Object Representations for Fine-Grained Categorization", 3DRR 2013; halves by
-        H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
+    Source: halves by H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     return FOLDER.table(root, check_counts=check_counts)
 
@@ -195,4 +193,22 @@ FOLDER = DataFolder(
     remedy="unpack car_ims.tgz next to cars_annos.mat; or put the devkit's .mat files next to cars_train and "
     "cars_test, to which cars_annos.mat does not belong, because its images are numbered differently",
     published=Published({"train": (8_054, 98), "test": (8_131, 98)}),
+    home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
+    terms="research",
+    citation="J. Krause et al., 3D Object Representations for Fine-Grained Categorization, 3DRR 2013",
+    alternatives=(
+        (
+            Archive("car_ims.tgz", "d5c8f0aa497503f355e17dc7886c3f14"),
+            Archive("cars_annos.mat", "b407c6086d669747186bd1d764ff9dbc"),
+        ),
+        (
+            Archive("cars_train.tgz", "065e5b463ae28d29e77c1b4b166cfe61"),
+            Archive("cars_test.tgz", "4ce7ebf6a94d07f1952d94dd34c4d501"),
+            Archive("car_devkit.tgz", "c3b158d763b6e2245038c8ad08e45376"),
+            Archive("cars_test_annos_withlabels.mat", "b0a2b23655a3edd16d84508592a98d10"),
+        ),
+    ),
+    by_hand="the publisher's links are dead since 2023: get car_ims.tgz with cars_annos.mat, or cars_train, "
+    "cars_test and the devkit with cars_test_annos_withlabels.mat, from a mirror such as Kaggle's "
+    "'Stanford Cars Dataset'",
 )

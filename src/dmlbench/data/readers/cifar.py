@@ -3,11 +3,10 @@
 import logging
 import tarfile
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from lzma import LZMAError
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout, read_names, resolve
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.lists import read_file
 from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, file_stamp, images_by_path
@@ -34,39 +33,33 @@ _DAMAGED = (OSError, EOFError, tarfile.TarError, LZMAError, zlib.error)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cifar(DataFolder):
     """One of the two data sets; its layouts read to the path of the python version, or to images by path.
 
-    ``folder``, ``batches`` and ``meta`` are files of the python version; ``names``, ``labels`` and ``super_labels`` are
-    keys in these.
+    ``folder``, ``batches`` and ``meta`` are files of the python version, whose keys begin with ``prefix``.
     """
 
     classes: tuple[str, ...]
     folder: str
     batches: tuple[str, ...]
     meta: str
-    names: str
-    labels: str
-    super_labels: str | None
-
-    def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer images than published, by names and sizes of files; archives are not opened."""
-        folder, layout = self.find(root)
-        found: Path | dict[str, StoredImage] = layout.read(folder)
-        if isinstance(found, dict):
-            return self.published.subset_note(len(found))
-        if found.is_file():
-            return ()
-        most = sum((found / name).stat().st_size for name in self.batches) // _WIDTH
-        return tuple(note.replace("subset:", "subset: at most") for note in self.published.subset_note(most))
+    prefix: Literal["", "fine_"]
 
 
-def _cifar(name: str, title: str, *, classes: tuple[str, ...], folder: str, **keys: Any) -> Cifar:
-    stem = folder.replace("-batches-py", "-python")
+def _cifar(
+    name: str,
+    title: str,
+    classes: tuple[str, ...],
+    archive: Archive,
+    *,
+    folder: str,
+    batches: tuple[str, ...],
+    **keys: Any,
+) -> Cifar:
+    stem = archive.name.removesuffix(".tar.gz")
     archives = "|".join(f"{stem}.{suffix}" for suffix in ("tar.gz", "tar.xz", "tar.bz2", "tgz", "tar"))
     zips = f"{name}.zip|{name}[!0-9]*.zip"
-    in_folder = tuple(f"{folder}/{batch}" for batch in keys["batches"])
     tree = f"train/{classes[0]}", f"test/{classes[0]}"
 
     def images(place: Path) -> dict[str, StoredImage]:
@@ -80,16 +73,24 @@ def _cifar(name: str, title: str, *, classes: tuple[str, ...], folder: str, **ke
         title=title,
         usual_names=(name, f"{name}_images"),
         layouts=(
-            Layout(f"the python version in {folder}", in_folder, lambda at: at / folder),
-            Layout("the python version's files", (*keys["batches"], keys["meta"]), lambda at: at),
-            Layout(f"the python version's archive ({stem}.tar.gz)", (archives,), lambda at: resolve(at, archives)),
+            Layout(f"the python version in {folder}", tuple(f"{folder}/{b}" for b in batches), lambda at: at / folder),
+            Layout("the python version's files", (*batches, keys["meta"]), lambda at: at),
+            Layout(f"the python version's archive ({archive.name})", (archives,), lambda at: resolve(at, archives)),
             Layout(f"images in train and test, such as {tree[0]}", tree, images),
             Layout(f"a {name}*.zip of images in train and test", (zips,), lambda at: images(resolve(at, zips))),
         ),
-        remedy=f"put {stem}.tar.gz there, unpacked or not",
+        remedy=f"put {archive.name} there, unpacked or not",
         published=Published({role: (30_000, len(classes) // 2) for role in ("train", "test")}),
+        home="https://www.cs.toronto.edu/~kriz/cifar.html",
+        terms="none stated; cite the report",
+        citation="A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+        alternatives=((archive,),),
+        by_hand=f"get {archive.name} (the python version) from www.cs.toronto.edu/~kriz/cifar.html",
+        mirrors=("https://www.cs.toronto.edu/~kriz/",),
+        is_read_packed=True,
         classes=classes,
         folder=folder,
+        batches=batches,
         **keys,
     )
 
@@ -97,24 +98,22 @@ def _cifar(name: str, title: str, *, classes: tuple[str, ...], folder: str, **ke
 FOLDER_10 = _cifar(
     "cifar10",
     "CIFAR-10",
-    classes=CLASSES_10,
+    CLASSES_10,
+    Archive("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", 170_498_071),
     folder="cifar-10-batches-py",
     batches=(*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"),
     meta="batches.meta",
-    names="label_names",
-    labels="labels",
-    super_labels=None,
+    prefix="",
 )
 FOLDER_100 = _cifar(
     "cifar100",
     "CIFAR-100",
-    classes=CLASSES_100,
+    CLASSES_100,
+    Archive("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
     folder="cifar-100-python",
     batches=("train", "test"),
     meta="meta",
-    names="fine_label_names",
-    labels="fine_labels",
-    super_labels="coarse_labels",
+    prefix="fine_",
 )
 
 
@@ -122,9 +121,7 @@ def cifar10(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tru
     """Ten classes of things; metric learning trains on the first five and tests on the others.
 
     The published training and test parts are merged: they are the split for classification. The table has ``pixels``
-    [N, 32, 32, 3], kept in ``cache_dir``. ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+    [N, 32, 32, 3], kept in ``cache_dir``.
     """
     return _table(FOLDER_10, root, cache_dir, check_counts)
 
@@ -140,24 +137,27 @@ def cifar100(root: str | Path, *, cache_dir: str | Path, check_counts: bool = Tr
 def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: bool) -> ImageTable:
     folder, layout = data.find(root)
     found: Path | dict[str, StoredImage] = layout.read(folder)
-    key, build = _of_images(data, found) if isinstance(found, dict) else _of_batches(data, found)
+    key: dict[str, Any]
+    if isinstance(found, dict):
+        name, key = f"{data.name}-images", {"images": content_digest(found)}
+    else:
+        files = [found / name for name in (*data.batches, data.meta)] if found.is_dir() else [found]
+        name, key = data.name, {"files": [[file.name, file_stamp(file)] for file in files]}
 
-    def build_and_log() -> NDArray[np.uint8]:
+    def build() -> NDArray[np.uint8]:
         logger.info("reading %s from %s; this happens once", data.title, folder)
-        return build()
+        return _rows_of_images(data, found) if isinstance(found, dict) else _rows_of_batches(data, found)
 
-    name = f"{data.name}-images" if isinstance(found, dict) else data.name
-    cached = cached_array(cache_dir, name, key={"version": _VERSION, **key}, build=build_and_log)
+    cached = cached_array(cache_dir, name, key={"version": _VERSION, **key}, build=build)
     rows = cached.array
     num_train = len(rows) * 5 // 6  # of the split for classification, which only names the images here
     numbered = [f"train/{row:05d}" for row in range(num_train)]
     numbered += [f"test/{row:05d}" for row in range(len(rows) - num_train)]
-    labels = rows[:, _WIDTH].astype(np.int64)
     coarse = rows[:, _WIDTH + 1].astype(np.int64)
     listing = Listing(
         root="",
         paths=list(found) if isinstance(found, dict) else numbered,
-        labels=labels,
+        labels=rows[:, _WIDTH].astype(np.int64),
         class_names=data.classes,
         super_labels=None if (coarse == _NO_SUPER_CLASS).any() else coarse,
         name=data.name,
@@ -165,34 +165,18 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
         pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
         digest=cached.digest,
     )
-    table = table_of(listing, published=data.published, check_counts=check_counts, place=folder)
-    per_class = np.bincount(labels)
-    if check_counts and len(set(per_class.tolist())) > 1:
-        fewest = int(per_class.argmin())
-        raise DataError(
-            f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
-            f"{len(labels) // len(data.classes):,} of each class; get the original"
-        )
-    return table
+    return table_of(listing, published=data.published, check_counts=check_counts, place=folder)
 
 
-_Source = tuple[dict[str, Any], Callable[[], NDArray[np.uint8]]]
-"""What rows [N, pixels + label + super label] depend on, and how to read them."""
-
-
-def _of_batches(data: Cifar, place: Path) -> _Source:
-    files = [place / name for name in (*data.batches, data.meta)] if place.is_dir() else [place]
-    key = {"files": [[file.name, file_stamp(file)] for file in files]}
-
-    def build() -> NDArray[np.uint8]:
-        members = {file.name: read_file(file) for file in files} if place.is_dir() else _unpacked(data, place)
-        meta = read_pickle(members[data.meta], name=f"{place} ({data.meta})", encoding="latin1")
-        names = meta.get(data.names) if isinstance(meta, dict) else None
-        if not isinstance(names, list) or names != list(data.classes):
-            raise DataError(f"{data.title}'s {data.meta} in '{place}' does not name its classes; get the original")
-        return np.concatenate([_batch_rows(data, members[name], f"{place} ({name})") for name in data.batches])
-
-    return key, build
+def _rows_of_batches(data: Cifar, place: Path) -> NDArray[np.uint8]:
+    """Rows [N, pixels + label + super label] of the python version in a folder or archive."""
+    names = (*data.batches, data.meta)
+    members = {name: read_file(place / name) for name in names} if place.is_dir() else _unpacked(data, place)
+    meta = read_pickle(members[data.meta], name=f"{place} ({data.meta})", encoding="latin1")
+    classes = meta.get(f"{data.prefix}label_names") if isinstance(meta, dict) else None
+    if not isinstance(classes, list) or classes != list(data.classes):
+        raise DataError(f"{data.title}'s {data.meta} in '{place}' does not name its classes; get the original")
+    return np.concatenate([_batch_rows(data, members[name], f"{place} ({name})") for name in data.batches])
 
 
 def _unpacked(data: Cifar, archive: Path) -> dict[str, bytes]:
@@ -216,8 +200,8 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
     value = read_pickle(content, name=name, encoding="latin1")
     try:
         pixels = np.asarray(value["data"])
-        labels = np.asarray(value[data.labels])
-        coarse = np.asarray(value[data.super_labels]) if data.super_labels else np.full(len(labels), _NO_SUPER_CLASS)
+        labels = np.asarray(value[f"{data.prefix}labels"])
+        coarse = np.asarray(value["coarse_labels"]) if data.prefix else np.full(len(labels), _NO_SUPER_CLASS)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"'{name}' is no batch of {data.title} ({error!r}); get the original") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _WIDTH) or coarse.shape != labels.shape:
@@ -225,24 +209,20 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
             f"'{name}' has data {pixels.shape} of {pixels.dtype} and {len(labels)} labels, expected [N, {_WIDTH}] "
             "of uint8 and N labels; get the original"
         )
-    for what, values, limit in ((data.labels, labels, len(data.classes)), (data.super_labels, coarse, 256)):
+    for what, values, limit in (("labels", labels, len(data.classes)), ("coarse labels", coarse, 256)):
         if not np.issubdtype(values.dtype, np.integer) or values.min(initial=0) < 0 or values.max(initial=0) >= limit:
             raise DataError(f"'{name}' has {what} outside of [0, {limit}); get the original")
     planes = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1).reshape(len(pixels), -1)  # [N, HWC]
-    return np.concatenate([planes, labels[:, None].astype(np.uint8), coarse[:, None].astype(np.uint8)], axis=1)
+    return np.column_stack([planes, labels.astype(np.uint8), coarse.astype(np.uint8)])
 
 
-def _of_images(data: Cifar, images: dict[str, StoredImage]) -> _Source:
-    """Images in ``train/<class>`` and ``test/<class>``, in a folder or in a zip."""
+def _rows_of_images(data: Cifar, images: dict[str, StoredImage]) -> NDArray[np.uint8]:
+    """Rows, as ``_rows_of_batches``, of images in ``train/<class>`` and ``test/<class>``, in a folder or in a zip."""
 
     def rgb(image: Image.Image) -> NDArray[np.uint8]:
         if image.size != (SIDE, SIDE):
             raise ValueError(f"it is {image.width} x {image.height}, expected {SIDE} x {SIDE}")
         return np.asarray(image.convert("RGB")).reshape(-1)
 
-    def build() -> NDArray[np.uint8]:
-        labels = np.array([data.classes.index(path.split("/")[1]) for path in images], dtype=np.uint8)[:, None]
-        pixels = decoded(images.values(), (_WIDTH,), rgb)
-        return np.concatenate([pixels, labels, np.full_like(labels, _NO_SUPER_CLASS)], axis=1)
-
-    return {"images": content_digest(images)}, build
+    labels = np.array([data.classes.index(path.split("/")[1]) for path in images], dtype=np.uint8)
+    return np.column_stack([decoded(images.values(), (_WIDTH,), rgb), labels, np.full_like(labels, _NO_SUPER_CLASS)])

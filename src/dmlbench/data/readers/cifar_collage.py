@@ -39,7 +39,7 @@ def cifar100_collage(
     images_per_class: int | None = None,
     seed: int = 0,
 ) -> ImageTable:
-    """Sixteen super-classes among shared background classes: the Cifar Collage of the GSP study.
+    """Sixteen super-classes among shared background classes: the Cifar Collage of the GSP study, [N, 64, 64, 3].
 
     A label is a super-class in a part. Training, validation and test have different classes of CIFAR-100, both as
     targets and as background (``BACKGROUND``, three quadrants). Each image of CIFAR-100 is the target of one fixed
@@ -48,12 +48,10 @@ def cifar100_collage(
 
     Args:
         root: folder of the complete python version of CIFAR-100, or one that holds it.
-        cache_dir: folder that keeps the ``pixels`` [N, 64, 64, 3].
         layout: of the five classes of a super-class in published order, "public" (code) takes three to train and two to
             test, "paper" two to train, one to validate and two to test.
         collage: False takes the targets alone, [N, 32, 32, 3]: the bound that the study calls distilled.
         images_per_class: targets of each class of CIFAR-100; None: all 600.
-        seed: of quadrants and backgrounds.
 
     Source: Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning", ICCV 2023, section 5.1
         and supplement 2.2.
@@ -62,32 +60,35 @@ def cifar100_collage(
     most = len(source.labels) // source.num_classes
     if images_per_class is not None and not 2 <= images_per_class <= most:
         raise ConfigError(f"images_per_class ({images_per_class}) must lie in [2, {most}], or be null for all")
-    assert source.super_labels is not None and source.pixels is not None
+    originals = source.pixels
+    assert source.super_labels is not None and originals is not None
     by_class = np.argsort(source.labels, kind="stable").reshape(source.num_classes, -1)  # rows, in their order
-    targets: list[IntArray] = []
-    pools: list[IntArray] = []  # rows that the background of each target is drawn from
-    labels: list[IntArray] = []
-    names: list[str] = []
+    targets: dict[str, IntArray] = {}
+    pools: list[IntArray] = []  # rows that the background of each class's targets is drawn from
     for part, classes in classes_of.items():
         pool = by_class[np.concatenate([classes[name] for name in BACKGROUND])].reshape(-1)
-        for name in SUPER_CLASSES:
-            if name not in BACKGROUND:
-                targets.append(by_class[classes[name], :images_per_class].reshape(-1))
-                pools.append(pool)
-                labels.append(np.full(len(targets[-1]), len(names)))
-                names.append(f"{name} ({part})")
-    rows, label = np.concatenate(targets), np.concatenate(labels)
+        for name in (name for name in SUPER_CLASSES if name not in BACKGROUND):
+            targets[f"{name} ({part})"] = by_class[classes[name], :images_per_class].reshape(-1)
+            pools.append(pool)
+    names, rows = list(targets), np.concatenate(list(targets.values()))
+    label = np.repeat(np.arange(len(names)), [len(of_class) for of_class in targets.values()])
+
+    def build() -> NDArray[np.uint8]:
+        collages = np.empty((len(rows), 2, SIDE, 2, SIDE, 3), dtype=np.uint8)
+        for image, target, which in zip(collages, rows.tolist(), label.tolist(), strict=True):
+            stream = generator(seed, "cifar100_collage", target)
+            quadrants = pools[which][stream.choice(len(pools[which]), 4, replace=False)]
+            quadrants[stream.integers(4)] = target
+            for place, row in enumerate(quadrants.tolist()):
+                image[place // 2, :, place % 2] = originals[row]
+        return collages.reshape(-1, 2 * SIDE, 2 * SIDE, 3)
+
     if collage:
-        key = {
-            "version": _VERSION,
-            "of": source.fingerprint,
-            "layout": layout,
-            "images": images_per_class,
-            "seed": seed,
-        }
-        pixels, digest = _cached(source, targets, pools, cache_dir, key, seed)
+        key = {"version": _VERSION, "of": source.fingerprint, "layout": layout, "images": images_per_class}
+        cached = cached_array(cache_dir, "cifar100_collage", key={**key, "seed": seed}, build=build)
+        pixels, digest = cached.array, cached.digest
     else:
-        pixels, digest = source.pixels[rows], source.fingerprint
+        pixels, digest = originals[rows], source.fingerprint
     table = make_table(
         "cifar100_collage" if collage else "cifar100_collage_distilled",
         "",
@@ -141,31 +142,3 @@ def classes_of_parts(
     return source, {
         part: {name: classes[which] for name, classes in of_super.items()} for part, which in PARTS[layout].items()
     }
-
-
-def _cached(
-    source: ImageTable,
-    targets: list[IntArray],
-    pools: list[IntArray],
-    cache_dir: str | Path,
-    key: dict[str, object],
-    seed: int,
-) -> tuple[NDArray[np.uint8], str]:
-    """Collages [N, 64, 64, 3] of targets and images of their pools, and their digest."""
-
-    def build() -> NDArray[np.uint8]:
-        assert source.pixels is not None
-        collages = np.empty((sum(map(len, targets)), 2, SIDE, 2, SIDE, 3), dtype=np.uint8)
-        number = 0
-        for rows, pool in zip(targets, pools, strict=True):
-            for target in rows.tolist():
-                stream = generator(seed, "cifar100_collage", target)
-                quadrants = pool[stream.choice(len(pool), 4, replace=False)]
-                quadrants[stream.integers(4)] = target
-                for place, row in enumerate(quadrants.tolist()):
-                    collages[number, place // 2, :, place % 2] = source.pixels[row]
-                number += 1
-        return collages.reshape(-1, 2 * SIDE, 2 * SIDE, 3)
-
-    cached = cached_array(cache_dir, "cifar100_collage", key=key, build=build)
-    return cached.array, cached.digest

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import SPLIT_FOLDERS, DataFolder, Layout, first_match, images_of_classes
+from dmlbench.data.readers.layouts import SPLIT_FOLDERS, Archive, DataFolder, Layout, first_match, images_of_classes
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import DataError, ImageTable, Originals
 
@@ -25,7 +25,7 @@ _ID = re.compile(r"_[0-9]{4}_([0-9]+|xxx)\.[A-Za-z]+", re.ASCII)
 _LONGEST_ID_OF_2011 = 6  # digits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Edition(DataFolder):
     """The folder of one of the two editions, never confused with the other's."""
 
@@ -49,10 +49,7 @@ def cub200(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
     The split for classification is ignored (``train_test_split.txt``) or merged (folders ``train`` and ``test``).
 
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: C. Wah et al., "The Caltech-UCSD Birds-200-2011 Dataset", CNS-TR-2011-001, 2011; halves by
-        H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
+    Source: halves by H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
     return OF_2011.table(root, check_counts=check_counts)
 
@@ -158,6 +155,11 @@ OF_2010 = Edition(
     remedy="unpack the images.tgz of 2010 there (dataset=cub200 reads CUB-200-2011)",
     year=2010,
     published=Published({"train": (2_990, 100), "test": (3_043, 100)}),
+    home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
+    terms="non-commercial research and education",
+    citation="P. Welinder et al., Caltech-UCSD Birds 200, CNS-TR-2010-001, Caltech 2010",
+    alternatives=((Archive("images.tgz"),),),
+    by_hand="get the images.tgz of 2010 from the authors or a mirror: the publisher's page has gone",
 )
 OF_2011 = Edition(
     name="cub200",
@@ -170,5 +172,10 @@ OF_2011 = Edition(
     remedy="unpack CUB_200_2011.tgz there (dataset=cub200_2010 reads CUB-200-2010)",
     year=2011,
     published=Published({"train": (5_864, 100), "test": (5_924, 100)}),
+    home="https://www.vision.caltech.edu/datasets/cub_200_2011/",
+    terms="non-commercial research and education",
+    citation="C. Wah et al., The Caltech-UCSD Birds-200-2011 Dataset, CNS-TR-2011-001, Caltech 2011",
+    alternatives=((Archive("CUB_200_2011.tgz", "97eceeb196236b17998738112f37df78", 1_150_585_339),),),
+    by_hand="get CUB_200_2011.tgz from data.caltech.edu/records/65de6-vp158",
+    mirrors=("https://data.caltech.edu/records/65de6-vp158/files/",),
 )
-FOLDER = OF_2011

@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -21,7 +22,7 @@ from PIL import ImageFont, features
 from dmlbench.data.image_table import halved_roles, make_table
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, ImageTable
+from dmlbench.types import ConfigError, ImageTable, IntArray
 
 FACE_NAMES = (
     *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
@@ -98,7 +99,9 @@ def glyphs(
     images. Pixels are grey, ink lighter than ground. See ``GlyphStyle`` for the ranges.
     """
     style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
-    return _table("glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir)
+    return _table(
+        "glyphs", num_classes, images_per_class, image_size, seed, style, cache_dir, lambda label, stream: [label]
+    )
 
 
 def glyphs_collage(
@@ -133,7 +136,7 @@ def glyphs_collage(
 
     return _table(
         "glyphs_collage", num_classes, images_per_class, image_size, seed, style, cache_dir,
-        cells_of=quadrants, symbols=tuple(map(ord, train_pool + test_pool)), grid=2,
+        quadrants, symbols=tuple(map(ord, train_pool + test_pool)), grid=2,
     )  # fmt: skip
 
 
@@ -150,8 +153,7 @@ def _table(
     seed: int,
     style: GlyphStyle,
     cache_dir: str | Path,
-    *,
-    cells_of: Callable[[int, np.random.Generator], list[int]] = lambda label, stream: [label],
+    cells_of: Callable[[int, np.random.Generator], list[int]],
     symbols: tuple[int, ...] = (),
     grid: int = 1,
 ) -> ImageTable:
@@ -172,27 +174,20 @@ def _table(
         for first in range(0, len(labels), _CHUNK):
             rows = range(first, min(first + _CHUNK, len(labels)))
             streams = [generator(seed, name, *divmod(row, images_per_class)) for row in rows]
-            places = [
-                _draw_place(stream, style, which)
-                for row, stream in zip(rows, streams, strict=True)
-                for which in cells_of(row // images_per_class, stream)
-            ]
+            cells, draws = [], []
+            for row, stream in zip(rows, streams, strict=True):
+                cells += cells_of(row // images_per_class, stream)
+                draws.append(stream.random((grid * grid, 5)))
+            places = _places(style, np.array(cells), np.concatenate(draws))
             coverage = _warp(masters, em, places, side=side).reshape(-1, grid, grid, side, side)
             coverage = coverage.transpose(0, 1, 3, 2, 4).reshape(-1, image_size, image_size)  # [B, H, W]
             pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
         return pixels
 
-    key = {
-        "version": _VERSION,
-        "renderer": f"matplotlib {matplotlib.__version__}, pillow {PIL.__version__}, "
-        f"freetype {features.version('freetype2')}",
-        "num_classes": num_classes,
-        "images_per_class": images_per_class,
-        "image_size": image_size,
-        "seed": seed,
-        **dataclasses.asdict(style),
-    }
-    cached = cached_array(cache_dir, name, key=key, build=render)
+    libraries = f"matplotlib {matplotlib.__version__}, pillow {PIL.__version__}"
+    key: dict[str, Any] = {"version": _VERSION, "renderer": f"{libraries}, freetype {features.version('freetype2')}"}
+    key |= {"num_classes": num_classes, "images_per_class": images_per_class, "image_size": image_size, "seed": seed}
+    cached = cached_array(cache_dir, name, key=key | dataclasses.asdict(style), build=render)
     return make_table(
         name,
         "",
@@ -205,44 +200,43 @@ def _table(
     )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A character in its cell: indices of master and face, em size and shifts (shares of the side), angle (radians)."""
+class _Places(NamedTuple):
+    """Characters in cells: indices of masters and faces, em sizes, shifts (shares of the side), angles (radians)."""
 
-    which: int
-    face: int
-    size: float
-    angle: float
-    right: float
-    down: float
+    which: IntArray
+    face: IntArray
+    size: NDArray[np.float64]
+    angle: NDArray[np.float64]
+    right: NDArray[np.float64]
+    down: NDArray[np.float64]
 
 
-def _draw_place(stream: np.random.Generator, style: GlyphStyle, which: int) -> _Place:
-    u = stream.random(5)
+def _places(style: GlyphStyle, which: IntArray, draws: NDArray[np.float64]) -> _Places:
+    """Places from draws [len(which), 5] in [0, 1)."""
     low, high = style.size_range
-    return _Place(
+    turn, right, down = (2 * draws[:, 2:] - 1).T
+    return _Places(
         which=which,
-        face=int(u[0] * len(FACE_NAMES)),
-        size=low + (high - low) * u[1],
-        angle=math.radians(style.rotation_degrees) * (2 * u[2] - 1),
-        right=style.shift * (2 * u[3] - 1),
-        down=style.shift * (2 * u[4] - 1),
+        face=(draws[:, 0] * len(FACE_NAMES)).astype(np.int64),
+        size=low + (high - low) * draws[:, 1],
+        angle=math.radians(style.rotation_degrees) * turn,
+        right=style.shift * right,
+        down=style.shift * down,
     )
 
 
-def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: int) -> NDArray[np.uint8]:
-    """Coverage [len(places), side, side] of the characters, rotated, scaled and shifted; bilinear, in fixed point.
+def _warp(masters: NDArray[np.uint8], em: int, places: _Places, *, side: int) -> NDArray[np.uint8]:
+    """Coverage [B, side, side] of the characters, rotated, scaled and shifted; bilinear, in fixed point.
 
     A pixel at offset p from the cell's center shows the master at R(-angle) (p - shift) * em / size.
     """
     edge = masters.shape[-1]
     one = 1 << _FRACTION
-    cosine = np.array([round(math.cos(p.angle) * em / (p.size * side) * one) for p in places], dtype=np.int64)
-    sine = np.array([round(math.sin(p.angle) * em / (p.size * side) * one) for p in places], dtype=np.int64)
+    turns = np.array([(math.cos(angle), math.sin(angle)) for angle in places.angle.tolist()]).T
+    cosine, sine = np.rint(turns * em / (places.size * side) * one).astype(np.int64)
     # Offsets of pixel centers in half pixels: integers for even and odd sides alike.
     offset = 2 * np.arange(side, dtype=np.int64) - (side - 1)  # [side]
-    right = np.array([round(2 * p.right * side) for p in places], dtype=np.int64)
-    down = np.array([round(2 * p.down * side) for p in places], dtype=np.int64)
+    right, down = (np.rint(2 * shift * side).astype(np.int64) for shift in (places.right, places.down))
     x = offset[None] - right[:, None]  # [B, side]
     y = offset[None] - down[:, None]
     middle = (edge - 1) * one // 2
@@ -250,9 +244,8 @@ def _warp(masters: NDArray[np.uint8], em: int, places: list[_Place], *, side: in
     v = (middle - ((sine[:, None] * x) >> 1))[:, None, :] + ((cosine[:, None] * y) >> 1)[:, :, None]
     # Masters have an empty border, so clamping to it reads 0 outside.
     limit = (edge - 1) * one - 1
-    u = np.clip(u, 0, limit).astype(np.int32)
-    v = np.clip(v, 0, limit).astype(np.int32)
-    start = np.array([(p.which * len(FACE_NAMES) + p.face) * edge * edge for p in places], dtype=np.int64)
+    u, v = (np.clip(at, 0, limit).astype(np.int32) for at in (u, v))
+    start = (places.which * len(FACE_NAMES) + places.face) * edge * edge
     index = start[:, None, None] + (v >> _FRACTION) * edge + (u >> _FRACTION)
     fu = (u >> (_FRACTION - 7)) & 127  # the 7 highest fractional bits
     fv = (v >> (_FRACTION - 7)) & 127
@@ -315,10 +308,9 @@ def distinct_letters(count: int) -> tuple[int, ...]:
 
 
 def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
-    """Every character in every face at an em size of ``pixels``: ink 255 on 0.
+    """Every character in every face at an em size of ``pixels``, [len(codes), 12, S, S]: ink 255 on 0.
 
-    Returns:
-        [len(codes), 12, S, S] uint8, each ink's bounding box in the middle, with a border of at least two empty pixels.
+    Each ink's bounding box is in the middle, with a border of at least two empty pixels.
     """
     inks = [[_ink(code, font) for font in _fonts(pixels)] for code in codes]
     side = 4 + max(max(ink.shape) for faces in inks for ink in faces)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import DataFolder, Layout, resolve
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, resolve
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ImageTable, Originals
 
@@ -26,12 +26,8 @@ _ROLES = ("train", "query", "gallery")
 def inshop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Garments as classes; the list assigns training, query and gallery images (Liu et al. 2016).
 
-    ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order.
-
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: Z. Liu et al., "DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations",
-        CVPR 2016. The count of the list itself is 52,712 images of 7,982 garments.
+    ``super_labels`` number the pairs of gender and category of the paths (``WOMEN/Dresses``) in sorted order. The count
+    of the list itself is 52,712 images of 7,982 garments.
     """
     return FOLDER.table(root, check_counts=check_counts)
 
@@ -78,4 +74,11 @@ FOLDER = DataFolder(
     layouts=(Layout(_DESCRIPTION, (_LIST, _IMAGES), _of_list),),
     remedy="put list_eval_partition.txt and the unpacked img.zip there",
     published=Published({"train": (25_882, 3_997), "query": (14_218, 3_985), "gallery": (12_612, 3_985)}),
+    home="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
+    terms="non-commercial research and education, by an agreement with MMLAB (CUHK)",
+    citation="Z. Liu et al., DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich Annotations, "
+    "CVPR 2016",
+    alternatives=((Archive("img.zip"), Archive("list_eval_partition.txt")),),
+    by_hand="follow the agreement at mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html, then get "
+    "Img/img.zip and Eval/list_eval_partition.txt",
 )

@@ -23,10 +23,10 @@ class Layout:
     """One way to arrange a data set on disk.
 
     Attributes:
-        description: for messages.
         markers: paths relative to the data set's folder, all of which must exist. Each may hold wildcards and several
             alternatives separated by ``|``.
-        read: what a folder of this layout lists; a ``Listing`` where images are files.
+        read: what a folder of this layout lists: a ``Listing`` where images are files, else images by their names, or
+            the path of what holds them all.
         recognizes: a further test of the folder.
     """
 
@@ -37,16 +37,29 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Archive:
+    """One file that a data set is published as; files without a checksum are not downloaded."""
+
+    name: str
+    md5: str | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True)
 class DataFolder:
-    """A published data set on disk.
+    """A published data set: how it lies on disk, and where it comes from.
 
     Attributes:
-        name: in the configuration.
-        title: in messages.
+        name: in the configuration; ``title`` in messages.
         usual_names: of its folder; case, blanks and punctuation do not matter.
         layouts: the preferred one first.
-        remedy: how to get the data.
+        remedy: what to put there where it is not found.
         published: the counts that identify the benchmark.
+        terms: permitted use, as far as the publisher states it.
+        alternatives: sets of files, each of which is the complete data set; the preferred one first.
+        by_hand: how to get the files without this program.
+        mirrors: folders to download the files from; none where links are dead or an agreement is needed.
+        is_read_packed: whether the archives are read without unpacking.
     """
 
     name: str
@@ -55,24 +68,46 @@ class DataFolder:
     layouts: tuple[Layout, ...]
     remedy: str
     published: Published
+    home: str
+    terms: str
+    citation: str
+    alternatives: tuple[tuple[Archive, ...], ...]
+    by_hand: str
+    mirrors: tuple[str, ...] = ()
+    is_read_packed: bool = False
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        return tuple(archive for files in self.alternatives for archive in files)
+
+    def links(self, archive: Archive) -> list[str]:
+        """Where to download an archive from."""
+        return [mirror + archive.name for mirror in self.mirrors if archive.md5]
+
+    def found(self, root: str | Path) -> tuple[Path, Layout] | None:
+        """Like ``find``, but None where no layout is complete."""
+        try:
+            return self.find(root)
+        except DataError:
+            return None
 
     @property
     def expected(self) -> str:
         return "; or ".join(layout.description for layout in self.layouts)
 
     def find(self, root: str | Path) -> tuple[Path, Layout]:
-        """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names.
-
-        Raises:
-            DataError: no layout is complete.
-        """
+        """The folder and its layout, in ``root`` or up to three levels down in folders of the usual names."""
         root = Path(root)
         if not root.is_dir():
             raise DataError(
                 f"{self.title} cannot be found: '{root}' is not a folder; set DMLBENCH_DATA (or paths.data_dir) to the "
                 f"folder of your data sets; {self.remedy}"
             )
-        folders = list(_candidates(root, {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}))
+        names = {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}
+        folders = level = [root]
+        for _ in range(_DEPTH):
+            level = [folder / name for folder in level for name in subfolders(folder) if plain_name(name) in names]
+            folders = folders + level
         nearest: tuple[int, str] = (0, "")
         for layout in self.layouts:
             for folder in folders:
@@ -103,7 +138,11 @@ class DataFolder:
 
     def notes(self, root: str | Path) -> tuple[str, ...]:
         """How the data below ``root`` differ from the published ones, as far as is known without decoding them."""
-        return self.table(root, check_counts=False).notes
+        folder, layout = self.find(root)
+        found = layout.read(folder)
+        if isinstance(found, Listing):
+            return self.table_of(found, layout, check_counts=False).notes
+        return self.published.subset_note(len(found)) if isinstance(found, dict) else ()
 
 
 def resolve(folder: Path, marker: str) -> Path:
@@ -183,14 +222,6 @@ def plain_name(name: str) -> str:
 def read_names(data_set: str) -> tuple[str, ...]:
     """The class names of a data set in published order, from the list next to this module."""
     return tuple(Path(__file__).with_name(f"{data_set}_names.txt").read_text(encoding="utf-8").splitlines())
-
-
-def _candidates(root: Path, names: set[str]) -> Iterator[Path]:
-    level = [root]
-    for depth in range(_DEPTH + 1):
-        yield from level
-        if depth < _DEPTH:
-            level = [folder / name for folder in level for name in subfolders(folder) if plain_name(name) in names]
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -2,17 +2,17 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, halved_roles, shorten, table_of
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.layouts import DataFolder, Layout
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, images_by_path
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
@@ -49,32 +49,37 @@ def omniglot(
     the notes name an alphabet that this cuts.
 
     Args:
-        root: folder that holds the archives or what was unpacked from them, or one that holds that folder.
         cache_dir: folder that keeps the ``pixels`` [N, image_size, image_size].
         archives: names among ``ARCHIVES``; None takes all that are there, the small background sets only if the
             full one is missing (they are parts of it).
         check_counts: require the published numbers of drawings and characters of each archive. False takes a subset.
-
-    Source: B. Lake, R. Salakhutdinov, J. Tenenbaum, "Human-level concept learning through probabilistic program
-        induction", Science 350 (2015).
     """
     if not 8 <= image_size <= 105:
         raise ConfigError(f"image_size ({image_size}) must lie in [8, 105]; Omniglot's drawings are 105 x 105")
     folder, layout = FOLDER.find(root)
     drawings = _find_drawings(_find_places(folder, archives), check_counts=check_counts)
+    paths = list(drawings)
+
+    def inverted(image: Image.Image) -> NDArray[np.uint8]:
+        grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
+        return 255 - np.asarray(grey)  # the originals have black ink on white
+
+    def build() -> NDArray[np.uint8]:
+        logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
+        return decoded(drawings.values(), (image_size, image_size), inverted)
+
     key = {"version": _VERSION, "image_size": image_size, "drawings": content_digest(drawings)}
-    cached = cached_array(cache_dir, "omniglot", key=key, build=lambda: _read_drawings(drawings, image_size))
-    characters = list(dict.fromkeys(map(_character, drawings)))
-    class_of = {character: number for number, character in enumerate(characters)}
-    labels = np.array([class_of[_character(path)] for path in drawings], dtype=np.int64)
-    alphabets, alphabet = np.unique([path.split("/")[0] for path in drawings], return_inverse=True)
+    cached = cached_array(cache_dir, "omniglot", key=key, build=build)
+    characters = list(dict.fromkeys(map(_character, paths)))
+    labels = pd.Index(characters).get_indexer(pd.Index(map(_character, paths)))
+    alphabets, alphabet = np.unique([path.split("/")[0] for path in paths], return_inverse=True)
     evaluation = np.array([_is_evaluation(drawing) for drawing in drawings.values()])
     both = bool(evaluation.any() and not evaluation.all())
     role = np.where(evaluation, "test", "train") if both else halved_roles(labels, len(characters))
     cut = alphabets[np.intersect1d(alphabet[role == "train"], alphabet[role == "test"])]  # none of the published halves
     listing = Listing(
         root="",
-        paths=list(drawings),
+        paths=paths,
         labels=labels,
         class_names=characters,
         role=role,
@@ -89,8 +94,13 @@ def omniglot(
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
-    """The archives to read, or their unpacked folders."""
-    present = {name: place for name in ARCHIVES if (place := _place(folder, name))}
+    """The archives to read, or their unpacked folders, which may lie in folders of their own."""
+    present = {}
+    for name in ARCHIVES:
+        unpacked = folder / name.removesuffix(".zip")
+        places = (folder / name, unpacked / unpacked.name, unpacked)
+        if place := next((place for place in places if place.exists()), None):
+            present[name] = place
     if archives is None:
         if "images_background.zip" in present:
             present = {name: place for name, place in present.items() if "_small" not in name}
@@ -103,14 +113,6 @@ def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
     if not archives:
         raise ConfigError("archives is empty; name at least one of " + ", ".join(ARCHIVES))
     return [present[name] for name in ARCHIVES if name in archives]
-
-
-def _place(folder: Path, archive: str) -> Path | None:
-    if (folder / archive).is_file():
-        return folder / archive
-    unpacked = folder / archive.removesuffix(".zip")
-    inner = unpacked / unpacked.name  # unpacked to a folder of its own
-    return inner if inner.is_dir() else unpacked if unpacked.is_dir() else None
 
 
 def _find_drawings(places: Sequence[Path], *, check_counts: bool) -> dict[str, StoredImage]:
@@ -150,26 +152,7 @@ def _check_counts(place: Path, drawings: Iterable[str]) -> None:
         )
 
 
-def _read_drawings(drawings: Mapping[str, StoredImage], image_size: int) -> NDArray[np.uint8]:
-    """[N, image_size, image_size] uint8, ink 255 on 0."""
-    logger.info("reading %d Omniglot drawings; this happens once", len(drawings))
-
-    def inverted(image: Image.Image) -> NDArray[np.uint8]:
-        grey = image.convert("L").resize((image_size, image_size), Image.Resampling.BOX)
-        return 255 - np.asarray(grey)  # the originals have black ink on white
-
-    return decoded(drawings.values(), (image_size, image_size), inverted)
-
-
-@dataclass(frozen=True)
-class _Omniglot(DataFolder):
-    def notes(self, root: str | Path) -> tuple[str, ...]:
-        """Whether there are fewer drawings than published."""
-        folder, _ = self.find(root)
-        return self.published.subset_note(len(_find_drawings(_find_places(folder, None), check_counts=False)))
-
-
-FOLDER = _Omniglot(
+FOLDER = DataFolder(
     name="omniglot",
     title="Omniglot",
     usual_names=("omniglot", "omniglot_py", "omniglot_master", "omniglot_main", "python"),
@@ -177,10 +160,25 @@ FOLDER = _Omniglot(
         Layout(
             "images_background.zip or images_evaluation.zip, unpacked or not",
             ("|".join((*ARCHIVES, *(name.removesuffix(".zip") for name in ARCHIVES))),),
-            lambda folder: folder,
+            lambda folder: _find_drawings(_find_places(folder, None), check_counts=False),
         ),
     ),
     remedy="download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder "
     "python)",
     published=_PUBLISHED,
+    home="https://github.com/brendenlake/omniglot",
+    terms="MIT licence",
+    citation="B. Lake, R. Salakhutdinov, J. Tenenbaum, Human-level concept learning through probabilistic program "
+    "induction, Science 350, 2015",
+    alternatives=(
+        (
+            Archive("images_background.zip", "68d2efa1b9178cc56df9314c21c6e718"),
+            Archive("images_evaluation.zip", "6b91aef0f799c5bb55b94e3f2daec811"),
+        ),
+        (Archive("images_background_small1.zip"),),
+        (Archive("images_background_small2.zip"),),
+    ),
+    by_hand="get images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder python)",
+    mirrors=("https://raw.githubusercontent.com/brendenlake/omniglot/master/python/",),
+    is_read_packed=True,
 )

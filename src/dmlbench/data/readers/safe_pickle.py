@@ -55,13 +55,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose operations can 
 
 
 def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
-    """The value in a pickle.
-
-    Args:
-        content: the pickle.
-        name: its file, for messages.
-        encoding: of Python 2's byte strings: "latin1" for numpy arrays, "bytes" to leave them.
-    """
+    """The value in a pickle of the file ``name``; Python 2's numpy arrays need the encoding "latin1"."""
     try:
         value = _Unpickler(io.BytesIO(content), encoding=encoding).load()
         check_bounds(value)

@@ -1,16 +1,15 @@
 """Stanford Online Products: the lists ``Ebay_train.txt`` and ``Ebay_test.txt`` and the folders of its categories."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import DataFolder, Layout
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, resolve
 from dmlbench.data.readers.lists import read_list
-from dmlbench.types import DataError, ImageTable, Originals
+from dmlbench.types import ImageTable, Originals
 
-NUM_CLASSES = 22_634
+_LISTS = {role: f"Ebay_{role}.txt|Info_Files/Ebay_{role}.txt" for role in ("train", "test")}
 _COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 
 
@@ -18,23 +17,12 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     """Products as classes; the two lists say which train and which test (Oh Song et al. 2016).
 
     ``super_labels`` are the categories (bicycles, cabinets, ...), numbered from 0.
-
-    ``root`` and ``check_counts``: see ``DataFolder.table``.
-
-    Source: H. Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016.
     """
-    table = FOLDER.table(root, check_counts=check_counts)
-    last = max(map(int, table.class_names))
-    if check_counts and last != NUM_CLASSES:
-        raise DataError(
-            f"the lists of '{table.root}' name classes up to {last:,}, published are 1 to {NUM_CLASSES:,}; put the "
-            "original lists there"
-        )
-    return table
+    return FOLDER.table(root, check_counts=check_counts)
 
 
-def _of_lists(folder: Path, *, place: str) -> Listing:
-    files = {role: folder / place / f"Ebay_{role}.txt" for role in ("train", "test")}
+def _of_lists(folder: Path) -> Listing:
+    files = {role: resolve(folder, marker) for role, marker in _LISTS.items()}
     rows = {role: read_list(file, _COLUMNS, has_header=True) for role, file in files.items()}
     for part in rows.values():
         part.numbers("image_id")
@@ -59,16 +47,18 @@ FOLDER = DataFolder(
     usual_names=("sop", "online_products", "stanford_online_product", "stanford_online_products"),
     layouts=(
         Layout(
-            "Stanford_Online_Products with Ebay_train.txt, Ebay_test.txt and folders such as bicycle_final",
-            ("Ebay_train.txt", "Ebay_test.txt"),
-            partial(_of_lists, place=""),
-        ),
-        Layout(
-            "Info_Files with Ebay_train.txt and Ebay_test.txt, and images with folders such as bicycle_final",
-            ("Info_Files/Ebay_train.txt", "Info_Files/Ebay_test.txt"),
-            partial(_of_lists, place="Info_Files"),
+            "Ebay_train.txt and Ebay_test.txt (there or in Info_Files) and folders such as bicycle_final (there or in "
+            "images)",
+            tuple(_LISTS.values()),
+            _of_lists,
         ),
     ),
     remedy="unpack Stanford_Online_Products.zip there",
     published=Published({"train": (59_551, 11_318), "test": (60_502, 11_316)}),
+    home="https://cvgl.stanford.edu/projects/lifted_struct/",
+    terms="research; the images belong to the sellers who put them on eBay",
+    citation="H. Oh Song et al., Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016",
+    alternatives=((Archive("Stanford_Online_Products.zip", "7f73d41a2f44250d4779881525aea32e"),),),
+    by_hand="get Stanford_Online_Products.zip from cvgl.stanford.edu/projects/lifted_struct",
+    mirrors=("http://ftp.cs.stanford.edu/cs/cvgl/", "ftp://cs.stanford.edu/cs/cvgl/"),
 )

@@ -30,26 +30,24 @@ class StoredImage:
     stamp: str
 
 
-def stored_images(place: Path) -> list[StoredImage]:
-    """The image files below a folder or in a zip archive."""
-    if place.is_dir():
-        return [StoredImage(place, path, file_stamp(place / path)) for path in images_below(place)]
-    try:
-        with zipfile.ZipFile(place) as archive:
-            members = archive.infolist()
-    except _DAMAGED as error:
-        raise DataError(f"the archive '{place}' is damaged ({error}); download it again") from error
-    members = [member for member in members if is_image(member.filename.rsplit("/", 1)[-1])]
-    for member in members:
-        if member.file_size > _MOST_BYTES:
-            raise DataError(f"'{member.filename}' in '{place}' has {member.file_size:,} bytes, expected a small image")
-    return [StoredImage(place, member.filename, str(member.CRC)) for member in members]
-
-
 def images_by_path(place: Path, pattern: str) -> dict[str, StoredImage]:
     """The images below a folder or in a zip archive whose names end in ``pattern``, by that part of the name."""
+    if place.is_dir():
+        images = [StoredImage(place, path, file_stamp(place / path)) for path in images_below(place)]
+    else:
+        try:
+            with zipfile.ZipFile(place) as archive:
+                members = [member for member in archive.infolist() if is_image(member.filename.rsplit("/", 1)[-1])]
+        except _DAMAGED as error:
+            raise DataError(f"the archive '{place}' is damaged ({error}); download it again") from error
+        for member in members:
+            if member.file_size > _MOST_BYTES:
+                raise DataError(
+                    f"'{member.filename}' in '{place}' has {member.file_size:,} bytes, expected a small image"
+                )
+        images = [StoredImage(place, member.filename, str(member.CRC)) for member in members]
     ending = re.compile(f"(?:^|/)({pattern})$")
-    return {match[1]: image for image in stored_images(place) if (match := ending.search(image.member))}
+    return {match[1]: image for image in images if (match := ending.search(image.member))}
 
 
 def content_digest(images: Mapping[str, StoredImage]) -> str:

@@ -1,13 +1,13 @@
 """Tiny-ImageNet and trees like it: ``train/<wnid>/images``, ``wnids.txt``, ``words.txt``, ``val`` with its list."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
-from dmlbench.data.readers.layouts import DataFolder, Layout, images_in, subfolders
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, images_in, subfolders
 from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ConfigError, DataError, ImageTable, Originals
 
@@ -25,10 +25,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
     The requested parts, a split for classification, are merged. No paper defines the halves; they are this project's.
 
     Args:
-        root: see ``DataFolder.table``, as for ``check_counts``.
         parts: of "train" (500 images a class) and "val" (50 a class); the archive's test images have no classes.
-
-    Source: Stanford CS231N, "Tiny ImageNet Visual Recognition Challenge", 2015.
     """
     merged = tuple(part for part in PARTS if part in parts)
     if isinstance(parts, str) or not parts or len(merged) < len(parts):
@@ -46,44 +43,33 @@ def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
     words = dict(zip(words_of["wnid"], words_of["words"], strict=True))
     listed.check_known("wnid", words, "words.txt")
     number_of = {wnid: number for number, wnid in enumerate(listed["wnid"])}
-    found = [
-        (path, number_of[wnid])
-        for part in parts
-        for wnid, images in _images_of_part(folder, part, number_of).items()
-        for path in images
-    ]
+    images = [image for part in parts for image in _images_of_part(folder, part, number_of)]
     return Listing(
         root=folder,
-        paths=[path for path, _ in found],
-        labels=np.array([label for _, label in found], dtype=np.int64),
+        paths=[path for path, _ in images],
+        labels=np.array([label for _, label in images], dtype=np.int64),
         class_names=[f"{wnid} {words[wnid]}" for wnid in number_of],  # words alone are not unique
         originals=Originals(size=(64, 64)),
     )
 
 
-def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> dict[str, list[str]]:
-    """wnid -> paths of its images in one part of the archive."""
+def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Paths and classes of the images in one part of the archive."""
     if not (folder / part).is_dir():
         raise DataError(f"Tiny-ImageNet in '{folder}' lacks {part}; complete it or correct dataset.table.parts")
     if part == "val" and (folder / "val" / "images").is_dir():
-        return _images_of_val_list(folder, number_of)
-    found = {}
+        rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
+        rows.check_known("wnid", number_of, "wnids.txt")
+        for name, wnid in zip(rows["file"], rows["wnid"], strict=True):
+            yield f"val/images/{name}", number_of[wnid]
+        return
     for wnid in subfolders(folder / part):
         if wnid not in number_of:
             raise DataError(f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; move it away")
         inner = "images" if (folder / part / wnid / "images").is_dir() else ""
         prefix = "/".join(filter(None, (part, wnid, inner)))
-        found[wnid] = [f"{prefix}/{name}" for name in images_in(folder / prefix)]
-    return found
-
-
-def _images_of_val_list(folder: Path, number_of: Mapping[str, int]) -> dict[str, list[str]]:
-    rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
-    rows.check_known("wnid", number_of, "wnids.txt")
-    found: dict[str, list[str]] = {}
-    for name, wnid in zip(rows["file"], rows["wnid"], strict=True):
-        found.setdefault(wnid, []).append(f"val/images/{name}")
-    return found
+        for name in images_in(folder / prefix):
+            yield f"{prefix}/{name}", number_of[wnid]
 
 
 def _with_parts(parts: tuple[str, ...]) -> DataFolder:
@@ -100,6 +86,12 @@ def _with_parts(parts: tuple[str, ...]) -> DataFolder:
         ),
         remedy="unpack tiny-imagenet-200.zip there",
         published=_PUBLISHED_OF_PARTS[parts],
+        home="http://cs231n.stanford.edu/",
+        terms="ImageNet's terms: non-commercial research and education",
+        citation="Y. Le, X. Yang, Tiny ImageNet Visual Recognition Challenge, CS231N report, Stanford 2015",
+        alternatives=((Archive("tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", 248_100_043),),),
+        by_hand="get tiny-imagenet-200.zip from cs231n.stanford.edu",
+        mirrors=("http://cs231n.stanford.edu/",),
     )
 
 
