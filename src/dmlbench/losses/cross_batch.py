@@ -1,7 +1,5 @@
 """Cross-batch metric learning (XML): prototypes fitted to some classes make embeddings for others."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -38,8 +36,8 @@ class CrossBatchRegularizer(Regularizer):
     Losses of pairs need two classes in each half: take batches of at least four classes.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
-    labels_on_host: ClassVar[bool] = True
+    requires = ("histogram", "pooled")
+    labels_on_host = True
 
     def __init__(self, weight: float, *, ridge: float = 0.05, num_splits: int = 1) -> None:
         super().__init__(weight)

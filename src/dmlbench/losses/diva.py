@@ -1,7 +1,7 @@
 """DiVA: margin losses of parts of the embedding, each with its own triplets."""
 
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Diva(WholeBatchLoss):
     CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_diva_main.py.
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class Metrix(SeededDraws):
     and mixup/.
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(
         self,

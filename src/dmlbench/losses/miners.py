@@ -1,7 +1,7 @@
 """Miners that pytorch-metric-learning (PML) lacks."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
@@ -76,7 +76,7 @@ class DistanceWeighted(nn.Module):
     at 1.4 is commented out.
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(self, *, cutoff: float = 0.5) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class SwitchedNegatives(nn.Module):
     batchminer/rho_distance.py.
     """
 
-    labels_on_host: ClassVar[bool] = True  # as the miner may want them
+    labels_on_host = True  # as the miner may want them
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class RandomPositiveHardestNegative(nn.Module):
     (core/selectors/hard_selector.py).
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
         super().__init__()

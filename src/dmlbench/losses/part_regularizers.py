@@ -1,7 +1,7 @@
 """Regularizers of DiVA: decorrelation of parts, and self-similarity against a queue of keys."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class SelfSimilarity(Regularizer, Counters):
     criteria/fast_moco.py, and its README on ``--diva_fixed``; CompVis/Characterizing_Generalization_in_DML 0c70f0ec.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("keys",)
+    requires = ("keys",)
     queue: Tensor
 
     def __init__(

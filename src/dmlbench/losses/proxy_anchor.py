@@ -1,7 +1,7 @@
 """ProxyAnchor: every proxy is an anchor that sees the whole batch at once."""
 
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class ProxyAnchor(WholeBatchLoss):
     criteria/oproxy.py.
     """
 
-    has_proxies: ClassVar[bool] = True
+    has_proxies = True
 
     def __init__(
         self,

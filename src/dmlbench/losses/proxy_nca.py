@@ -1,7 +1,6 @@
 """ProxyNCA with the switches that lead from the original to ProxyNCA++."""
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ class ProxyNca(WholeBatchLoss):
     ``scale`` multiplies the vectors: 3 there is a softmax_scale of 9 here.
     """
 
-    has_proxies: ClassVar[bool] = True
+    has_proxies = True
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Regularizers by which prototypes reconstruct embeddings of the classes that they have seen, to compare XML with."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class ReconstructionRegularizer(Regularizer):
     (there without 1/B, which makes the weight independent of the batch size).
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("reconstruction", "pooled")
+    requires = ("reconstruction", "pooled")
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         dtype = output.embedding.dtype
@@ -47,8 +47,8 @@ class RecursiveRegularizer(Regularizer):
     prints V transposed). 2.7 states the same as an update, but its W lacks the factor alpha.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
-    labels_on_host: ClassVar[bool] = True  # as ``dml_loss`` wants them
+    requires = ("histogram", "pooled")
+    labels_on_host = True  # as ``dml_loss`` wants them
     gram: Tensor
     cross: Tensor
 

@@ -1,6 +1,6 @@
 """SoftTriple: a softmax over classes with several centers each."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class SoftTriple(WholeBatchLoss):
     Source: Qian et al. 2019; code idstcv/SoftTriple, loss/SoftTriple.py (the 1e-5 is its own).
     """
 
-    has_proxies: ClassVar[bool] = True
+    has_proxies = True
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Uniform prior: a discriminator pulls features towards a uniform distribution."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -31,7 +29,7 @@ class UniformPrior(Regularizer):
     optimizer of its own and is one step ahead.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("features",)
+    requires = ("features",)
 
     def __init__(
         self,

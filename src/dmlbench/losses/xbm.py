@@ -1,6 +1,6 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class CrossBatchMemory(Counters):
     GSP supplement 1.6.7 and yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/xbm.py.
     """
 
-    labels_on_host: ClassVar[bool] = True  # as the loss may want them
+    labels_on_host = True  # as the loss may want them
     rows: Tensor
     labels: Tensor
 

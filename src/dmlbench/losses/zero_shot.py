@@ -1,6 +1,6 @@
 """Zero-shot regularization (ZSR): what predicts labels from prototype histograms must serve other classes, too."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +60,8 @@ class ZeroShotRegularizer(Regularizer):
     (yetigurbuz/generalized-sum-pooling b765b889, zsr_loss.py; samplers.py and cifar_collage.py have the order of rows).
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("histogram",)
-    labels_on_host: ClassVar[bool] = True
+    requires = ("histogram",)
+    labels_on_host = True
 
     def __init__(
         self,

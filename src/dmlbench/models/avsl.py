@@ -6,7 +6,7 @@ Letters: B images, L levels, r nodes of each, C channels, S locations.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class AvslHead(LevelsHead):
     models/avsl_embedder.py.
     """
 
-    pools: ClassVar[bool] = True
+    pools = True
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """DeLF and CBAM: learned attention over pixels and channels."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ class Delf(Pooling):
     and the start of the layers as in yetigurbuz/generalized-sum-pooling (tensorflow).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(
         self, num_channels: int, *, num_filters: int = 512, conv_size: int = 1, variant: Variant = "official"
@@ -67,7 +65,7 @@ class Cbam(Pooling):
     pooling as in yetigurbuz/generalized-sum-pooling (tensorflow), which has no biases either.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(self, num_channels: int, *, channel_reduction: int = 1, conv_size: int = 3) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Attention pooling: multi-head attention of learned queries to the pixels."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class AttentionPool(Pooling):
     layers); Yu et al., CoCa, 2022, section 3.2 (one attention layer with learned queries as pooling).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
         super().__init__()

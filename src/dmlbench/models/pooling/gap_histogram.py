@@ -1,7 +1,5 @@
 """Average pooling with a histogram over prototypes, for cross-batch metric learning (XML)."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +26,7 @@ class GapHistogram(Pooling):
     yetigurbuz/generalized-sum-pooling (MetaGlobalPooling), which also starts the prototypes Glorot uniform.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("histogram", "pooled", "reconstruction")
+    provides = ("histogram", "pooled", "reconstruction")
 
     def __init__(
         self, embedding_size: int, num_prototypes: int = 64, *, smoothing: float = 10.0, variant: Variant = "official"

@@ -1,6 +1,6 @@
 """Generalized sum pooling (GSP): an average over the pixels that optimal transport matches to learned prototypes."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Gsp(PrototypePooling):
     pytorch/gsp/embed_layer.py).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("histogram", "weights", "pooled", "reconstruction")
+    provides = ("histogram", "weights", "pooled", "reconstruction")
 
     def __init__(
         self,

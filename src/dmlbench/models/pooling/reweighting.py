@@ -1,7 +1,5 @@
 """CroW and T-SMK: weights from the magnitude of the features, without a learned network."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ class Crow(Pooling):
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(self, *, epsilon: float = 1e-16, variant: Variant = "official") -> None:
         super().__init__()
@@ -76,7 +74,7 @@ class Tsmk(Pooling):
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
         super().__init__()

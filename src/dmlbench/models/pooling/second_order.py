@@ -1,7 +1,5 @@
 """Attention from products between features: GSoP (covariances) and SOLAR (self-attention)."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,7 +64,7 @@ class Gsop(Pooling):
     ZilinGao/Global-Second-order-Pooling-Convolutional-Networks; yetigurbuz/generalized-sum-pooling (tensorflow).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(
         self, embedding_size: int, map_size: tuple[int, int], *, attention_dim: int = 128, variant: Variant = "official"
@@ -148,7 +146,7 @@ class Solar(Pooling):
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """SimPool: attention of an image's average to its pixels, followed by a generalized mean."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +26,7 @@ class SimPool(Pooling):
     equations 12 to 17, with power for the paper's gamma = (1 - alpha) / 2; public code billpsomas/simpool, sp.py.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(
         self, num_channels: int, *, power: float | None = 2.0, epsilon: float = 1e-6, variant: Variant = "paper"

@@ -1,6 +1,6 @@
 """Transformer pooling: a class token that attends to the pixels in every encoder layer."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,7 @@ class Transformer(Pooling):
     Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """WELDON pooling: the largest and the smallest values of every dimension, evidence for and against."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ class Weldon(Pooling):
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
+    provides = ("weights",)
 
     def __init__(self, *, k_max: int = 3, k_min: int = 3, variant: Variant = "official") -> None:
         super().__init__()
