@@ -20,7 +20,7 @@ from dmlbench.components import (
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
-from dmlbench.models.borrowed_distances import BorrowedDistance
+from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.types import ConfigError, check_file_name, closest
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
