@@ -45,7 +45,7 @@ MOVED = "queries and gallery are moved there, a tile at a time"
 STAY: Mapping[str, str] = {
     "deferred_metrics.py read: _to_copy to the host": READING,
     "embed.py embed: _to_copy to the host": EMBEDDING,
-    "counters.py _read_counts: _local_scalar_dense": LOADED,
+    "base.py _read_counts: _local_scalar_dense": LOADED,
     "prototypes.py _load_from_state_dict: _local_scalar_dense": LOADED,
     "sets.py ids_of: _to_copy to the host": CHECKED,
     "sets.py labels_of: _to_copy to the host": CHECKED,

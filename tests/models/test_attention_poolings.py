@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention import Cbam, Delf
-from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.base import Pooling, Variant
 from dmlbench.models.pooling.gemax import Gemax
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
-from dmlbench.models.pooling.spatial import Variant
 from dmlbench.models.pooling.weldon import Weldon
 
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.losses.counters import SeededDraws
+from dmlbench.losses.base import SeededDraws
 from dmlbench.types import ConfigError, IntArray, check_at_least
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.counters import SeededDraws
+from dmlbench.losses.base import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.types import ConfigError, IntArray, check_at_least, check_positive
 
@@ -182,8 +182,7 @@ def _contrastive(loss: ContrastiveLoss, s: Tensor, chosen: Tensor, share: float,
         f"{kind}_loss": {"losses": x if len(x) else 0, "indices": (anchor, negative), "reduction_type": f"{kind}_pair"}
         for kind, x in terms.items()
     }
-    value: Tensor = loss.reducer(of_each, *batch)
-    return value
+    return loss.reducer(of_each, *batch)
 
 
 def _multi_similarity(loss: MultiSimilarityLoss, s: Tensor, chosen: Tensor, share: float, batch: Batch) -> Tensor:
@@ -192,8 +191,7 @@ def _multi_similarity(loss: MultiSimilarityLoss, s: Tensor, chosen: Tensor, shar
     negative = _log1p_sum(loss.beta * margin(loss.base, d), chosen, 1 - share) / loss.beta
     anchors = torch.arange(len(s), device=s.device)
     of_each = {"losses": positive + negative, "indices": anchors, "reduction_type": "element"}
-    value: Tensor = loss.reducer({"loss": of_each}, *batch)
-    return value
+    return loss.reducer({"loss": of_each}, *batch)
 
 
 def _proxy_anchor(loss: ProxyAnchor, s: Tensor, chosen: Tensor, share: float, _: Batch) -> Tensor:

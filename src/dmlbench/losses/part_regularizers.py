@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.losses.counters import Counters
+from dmlbench.losses.base import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.base import WholeBatchLoss
-from dmlbench.losses.proxy_cosines import loss_of_cosines
+from dmlbench.losses.proxy_anchor import loss_of_cosines
 from dmlbench.types import check_at_least, check_positive
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
-from dmlbench.losses.counters import BatchCount
+from dmlbench.losses.base import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ModelOutput, check_at_least, check_positive

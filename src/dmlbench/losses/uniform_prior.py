@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
 
-from dmlbench.losses.counters import BatchCount
+from dmlbench.losses.base import BatchCount
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_at_least
 

@@ -300,12 +300,10 @@ class BorrowedDistance(BaseDistance):
         self.owner = (owner,)  # in a tuple, which registers no parameters
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        matrix: Tensor = self.owner[0].compute_mat(query_emb, ref_emb)
-        return matrix
+        return self.owner[0].compute_mat(query_emb, ref_emb)
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        pairs: Tensor = self.owner[0].pairwise_distance(query_emb, ref_emb)
-        return pairs
+        return self.owner[0].pairwise_distance(query_emb, ref_emb)
 
 
 class LevelDistance(BorrowedDistance):
@@ -324,8 +322,7 @@ class LevelDistance(BorrowedDistance):
         return (self._embeddings(query_emb) - self._embeddings(ref_emb)).square().sum(1)
 
     def _embeddings(self, rows: Tensor) -> Tensor:
-        embeddings: Tensor = self.owner[0].levels(rows)[0][:, self._index]
-        return embeddings
+        return self.owner[0].levels(rows)[0][:, self._index]
 
 
 class InferredDistance(BorrowedDistance):
@@ -335,8 +332,7 @@ class InferredDistance(BorrowedDistance):
         return self.pairwise_distance(query_emb[:, None], ref_emb[None])
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        distances: Tensor = self.owner[0].compute(query_emb, ref_emb, detach=True)
-        return distances
+        return self.owner[0].compute(query_emb, ref_emb, detach=True)
 
 
 def _gamma(roundings: float) -> float:

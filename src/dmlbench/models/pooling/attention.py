@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import (
+from dmlbench.models.pooling.base import (
+    Pooled,
+    Pooling,
     Variant,
     check_odd,
     check_width,

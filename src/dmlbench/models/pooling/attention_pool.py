@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_width, start_glorot
+from dmlbench.models.pooling.base import Pooled, Pooling, check_width, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 

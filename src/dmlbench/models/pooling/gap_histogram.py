@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.base import Pooled, Pooling, Variant, project_pixels
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 from dmlbench.types import check_positive

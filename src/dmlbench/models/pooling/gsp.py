@@ -5,11 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled
+from dmlbench.models.pooling.base import Pooled, project_pixels
 from dmlbench.models.pooling.gem import generalized_mean, power_shares
 from dmlbench.models.pooling.global_pooling import share_of_largest
 from dmlbench.models.pooling.prototypes import PrototypePooling
-from dmlbench.models.pooling.spatial import project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, prototype_cost, transport_weights
 from dmlbench.types import ConfigError, check_positive

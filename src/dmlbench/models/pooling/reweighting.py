@@ -4,8 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, at_least_float32, check_odd, check_width, shares, weighted_sum
+from dmlbench.models.pooling.base import (
+    Pooled,
+    Pooling,
+    Variant,
+    at_least_float32,
+    check_odd,
+    check_width,
+    shares,
+    weighted_sum,
+)
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.gem import Gem
-from dmlbench.models.pooling.spatial import (
+from dmlbench.models.pooling.base import (
+    Pooled,
+    Pooling,
     Variant,
     at_least_float32,
     check_width,
@@ -15,6 +15,7 @@ from dmlbench.models.pooling.spatial import (
     shares,
     start_glorot,
 )
+from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 
@@ -104,8 +105,7 @@ class Gsop(Pooling):
             moments = torch.bmm(reduced, reduced.transpose(1, 2)) / reduced.shape[2] ** 2
         else:
             moments = _covariance(reduced)
-        weights: Tensor = self.channel_head(moments)
-        return weights
+        return self.channel_head(moments)
 
     def _pixel_attention(self, positive: Tensor) -> Tensor:
         size = positive.shape[2:]

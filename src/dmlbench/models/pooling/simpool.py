@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, mean_weights
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, check_width
+from dmlbench.models.pooling.base import Pooled, Pooling, Variant, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 

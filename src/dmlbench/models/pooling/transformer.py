@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_heads, mean_weights
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import project_pixels, start_glorot
+from dmlbench.models.pooling.base import Pooled, Pooling, project_pixels, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_at_least
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant
+from dmlbench.models.pooling.base import Pooled, Pooling, Variant
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_at_least
 
