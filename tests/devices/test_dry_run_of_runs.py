@@ -51,7 +51,7 @@ STAY: Mapping[str, str] = {
     "sets.py labels_of: _to_copy to the host": CHECKED,
     "sets.py check_finite: _local_scalar_dense": CHECKED,
     "clustering.py __init__: _to_copy to the host": CHECKED,
-    "unit_rows.py _float64_parts: _to_copy to the host": SEARCHED,
+    "unit_vectors.py _float64_parts: _to_copy to the host": SEARCHED,
     "candidates.py to_host: _to_copy to the host": SEARCHED,
     "candidates.py entries_above: nonzero": SEARCHED,
     "ranking.py select: nonzero": SEARCHED,

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from dmlbench.evaluation.evaluate import Evaluation, evaluate, ranks_like_unit_vectors
 from dmlbench.evaluation.metrics.table import METRICS, asked_scores, score_names
-from dmlbench.evaluation.search.nearest import nearest
-from dmlbench.evaluation.search.unit_rows import unit_rows
-from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd
+from dmlbench.evaluation.search.rerank import nearest
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 

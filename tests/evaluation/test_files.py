@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
-from dmlbench.evaluation.embeddings.embed import save_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.evaluation.embeddings.embed import read_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.types import EmbeddingSet, RunError
 

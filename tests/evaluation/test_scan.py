@@ -7,8 +7,7 @@ import torch
 from dmlbench.evaluation.search import unit_vectors
 from dmlbench.evaluation.search.candidates import column_of, settle
 from dmlbench.evaluation.search.scan import ScanPlan
-from dmlbench.evaluation.search.unit_rows import unit_rows
-from dmlbench.evaluation.search.unit_vectors import UnitSearch
+from dmlbench.evaluation.search.unit_vectors import UnitSearch, unit_rows
 from dmlbench.types import EmbeddingSet
 
 

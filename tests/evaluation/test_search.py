@@ -153,7 +153,7 @@ def test_more_neighbors_than_2048_are_found() -> None:
     sets = embedding_set(np.random.default_rng(3).normal(size=(2300, 4)))
     queries = EmbeddingSet(sets.rows[:5], sets.labels[:5], sets.ids[:5])
     host = UnitSearch(queries, sets)
-    exact = -(host.query.part(0, 5).astype(np.float64) @ host.gallery.part(0, 2300).astype(np.float64).T)
+    exact = -(host.query.take(slice(0, 5)).astype(np.float64) @ host.gallery.take(slice(0, 2300)).astype(np.float64).T)
     exact[np.arange(5), np.arange(5)] = np.inf
     expected = np.argsort(exact, axis=1, kind="stable")[:, :2200]
     for search in (host, on_tensors(host)):

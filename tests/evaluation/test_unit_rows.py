@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.search.unit_rows import (
+from dmlbench.evaluation.search.scan import strict_float32_products
+from dmlbench.evaluation.search.unit_vectors import (
     exact_similarities,
     fast_product,
     halving_sum,
     hold_unit_rows,
-    strict_float32_products,
     unit_rows,
 )
 

@@ -14,8 +14,7 @@ from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import scan
-from dmlbench.evaluation.search.unit_rows import exact_similarities, hold_unit_rows, unit_rows
-from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError

@@ -22,8 +22,7 @@ from dmlbench.evaluation.analysis import (
     per_query_table,
     to_csv,
 )
-from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings, read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec

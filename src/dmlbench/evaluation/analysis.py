@@ -10,7 +10,7 @@ import torch
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.search.nearest import nearest
+from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.types import ConfigError, EmbeddingSet, closest
 

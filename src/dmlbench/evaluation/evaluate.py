@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.evaluation.degenerate import degeneracies
 from dmlbench.evaluation.embeddings.sets import Array, sets_of_arrays
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
-from dmlbench.evaluation.relevance import Relevance, relevance_of
+from dmlbench.evaluation.relevance import Relevance, degeneracies, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
 from dmlbench.evaluation.search.rerank import Reranker, check_shortlist, rank_shortlists, rerank_nearest
@@ -33,13 +32,12 @@ class Evaluation:
     Attributes:
         scores: mean over the queries that have a positive, by name; then the scores of the whole set.
         per_query: [Q] by name; NaN for a query without a positive.
-        n_query: number of queries.
         n_gallery: number of gallery items searched (the queries, if no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "shortlist@N" where only N items of each query were ranked.
         p_at_1_by_chance: mean and standard deviation of P@1 over random rankings.
-        degenerate: signs of collapsed embeddings, a phrase each (see ``degenerate``).
+        degenerate: signs of collapsed embeddings, a phrase each (see ``degeneracies``).
     """
 
     scores: dict[str, float]
@@ -70,9 +68,8 @@ def evaluate(
     Args:
         queries: rows [Q, D].
         gallery: rows [N, D], or None: the queries are searched among themselves.
-        spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance.
-        progress: whether to show a bar; only with a ``distance``.
+        spec: None is ``EvaluationSpec()``.
+        progress: show a bar; only with a ``distance``.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
@@ -132,7 +129,7 @@ def evaluate_arrays(
         gallery_rows: [N, D] to search; None searches the queries among themselves.
         gallery_labels: [N].
         gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
-        spec: what to compute; None is ``EvaluationSpec()``.
+        spec: None is ``EvaluationSpec()``.
     """
     gallery = None
     if gallery_rows is not None and gallery_labels is not None:

@@ -16,9 +16,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.collections.ranking import Near
-from dmlbench.evaluation.search.candidates import LOWEST
+from dmlbench.evaluation.search.candidates import LOWEST, FloatRows
 from dmlbench.evaluation.search.scan import Search
-from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -175,7 +174,7 @@ def _exact_sum(
 
 @_compiled
 def _exact(held: IntArray, query: int, column: int) -> float:
-    """``unit_rows.exact_similarities`` of two rows."""
+    """``unit_vectors.exact_similarities`` of two rows."""
     width = held[2]
     x, y = _row(held[0], query, width), _row(held[1], column, width)
     terms = np.zeros(width + 1)  # a row may have no columns

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import (
+    FloatRows,
     Found,
     Tile,
     Workspace,
@@ -28,7 +29,6 @@ from dmlbench.evaluation.search.candidates import (
     to_host,
 )
 from dmlbench.evaluation.search.scan import Search
-from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
 _TOGETHER = 8  # queries of a tile whose similarities are read while they are in a core's own cache

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
-from dmlbench.evaluation.search.unit_rows import FloatRows, unit_rows
+from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_choice
 
 KmeansInit = Literal["random", "k-means++"]

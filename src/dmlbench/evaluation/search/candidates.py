@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
+FloatRows = NDArray[np.float32]
 Keys = NDArray[np.uint64]
 
 PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark

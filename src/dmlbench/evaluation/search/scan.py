@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import (
     ExactSimilarity,
+    FloatRows,
     Keys,
     Tile,
     TopK,
@@ -32,7 +33,6 @@ from dmlbench.evaluation.search.candidates import (
     settle,
     to_device,
 )
-from dmlbench.evaluation.search.unit_rows import FloatRows, strict_float32_products
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
 
@@ -251,6 +251,28 @@ def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *
 @lru_cache(maxsize=1)
 def _controller() -> ThreadpoolController:
     return ThreadpoolController()  # looks at every loaded library: some milliseconds
+
+
+@contextmanager
+def strict_float32_products() -> Iterator[None]:
+    """Matrix products of float32 tensors are float32 products inside: no TF32, no bf16."""
+    back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
+    held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
+    previous = None
+    try:
+        previous = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:  # set by the newer interface, with which the older one refuses to work
+        for back_end, _ in held:
+            back_end.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if previous is not None:
+            torch.set_float32_matmul_precision(previous)
+        for back_end, value in held:
+            back_end.fp32_precision = value
 
 
 @contextmanager
