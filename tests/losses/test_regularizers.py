@@ -11,11 +11,16 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.config import compose
-from dmlbench.losses.class_splits import ClassSplits, Halves
-from dmlbench.losses.cross_batch import CrossBatchRegularizer, cross_batch_loss
+from dmlbench.losses.cross_batch import (
+    ClassSplits,
+    CrossBatchRegularizer,
+    Halves,
+    cross_batch_loss,
+    ridge_predict,
+    solve_gram,
+)
 from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.regularizer import Regularizer
-from dmlbench.losses.ridge import ridge_predict, solve_gram
 from dmlbench.losses.zero_shot import ZeroShotRegularizer, zero_shot_loss
 from dmlbench.types import ConfigError, ModelOutput
 
