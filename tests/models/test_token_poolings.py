@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.attention_pool import AttentionPool, mean_weights
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.simpool import SimPool
-from dmlbench.models.pooling.transformer import EncoderLayer, Transformer, sine_positions
+from dmlbench.models.pooling.transformer import EncoderLayer, Transformer
 from dmlbench.models.projection import Projection
 
 CHANNELS, SIZE = 8, 6
@@ -263,13 +263,6 @@ def test_transformer_is_blind_to_the_order_of_pixels_unless_it_has_positions() -
         assert same is blind
 
 
-def test_sine_positions_equal_a_naive_loop() -> None:
-    positions = sine_positions(3, 5, 8).view(3, 5, 8)
-    for row in range(3):
-        for column in range(5):
-            torch.testing.assert_close(positions[row, column], naive_sine(row, column, 8))
-
-
 def test_only_the_official_simpool_depends_on_the_other_images_of_a_batch() -> None:
     x, other = random_map(1, CHANNELS, 3, 4), torch.zeros(1, CHANNELS, 3, 4, dtype=torch.float64)
     other[:, 0] = -1.0  # one channel against all others is the least that a layer norm can return
@@ -284,6 +277,3 @@ def test_weights_stay_finite_when_all_attention_goes_to_the_class_token() -> Non
     logits = torch.tensor([0.0, -1000.0, -1001.0]).view(1, 1, 1, 3)
     weights = mean_weights(logits, height=1, width=2)
     torch.testing.assert_close(weights[0, 0], torch.tensor([0.0, -1.0]).softmax(dim=0))
-
-
-# --- the contract of all poolings
