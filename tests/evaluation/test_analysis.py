@@ -56,10 +56,9 @@ def test_hardest_queries_come_first_with_what_is_nearest_to_them() -> None:
 def test_counts_and_metrics_that_make_no_list_are_refused() -> None:
     queries = example()
     evaluation = evaluate(queries)
-    with pytest.raises(ConfigError, match="at least 1"):
-        hardest_queries(queries, None, evaluation, count=0, metric="map_at_r")
-    with pytest.raises(ConfigError, match="'nmi' is no score of single queries"):
-        hardest_queries(queries, None, evaluation, count=1, metric="nmi")
+    for count, metric, message in ((0, "map_at_r", "at least 1"), (1, "nmi", "'nmi' is no score of single queries")):
+        with pytest.raises(ConfigError, match=message):
+            hardest_queries(queries, None, evaluation, count=count, metric=metric)
 
 
 def test_tables_read_back_to_the_same_numbers() -> None:
