@@ -36,7 +36,7 @@ from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter
 
 READ = {"deferred_metrics.py read: _to_copy to the host": 2}  # losses and gradient norms of log_every steps, together
 # Where a checkpoint is loaded, its counters are read once.
-LOADED = ("base.py _read_counts: _local_scalar_dense", "prototypes.py _load_from_state_dict: _local_scalar_dense")
+LOADED = ("base.py _read_counts: _local_scalar_dense", "gsp.py _load_from_state_dict: _local_scalar_dense")
 
 
 class TinyBackbone(Backbone):

@@ -14,12 +14,11 @@ from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.gemax import Gemax
 from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.k_max import KMax
 from dmlbench.models.pooling.native import Native
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp
-from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
 from dmlbench.models.pooling.second_order import Gsop, Solar
 from dmlbench.models.pooling.simpool import SimPool

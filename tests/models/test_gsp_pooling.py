@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.global_pooling import Gap
-from dmlbench.models.pooling.gsp import Gsp
-from dmlbench.models.pooling.prototypes import greedy_k_center
+from dmlbench.models.pooling.gsp import Gsp, greedy_k_center
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.global_pooling import Gap, Gmp
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp, balanced_plan
-from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.sliced_wasserstein import SlicedWasserstein
 from dmlbench.models.projection import Projection
 

@@ -1,4 +1,4 @@
-"""``ranking.rank`` in numba kernels, query by query and bit-equal.
+"""``concatenated.rank_by_numpy`` in numba kernels, query by query and bit-equal.
 
 Letters: M models, T queries of a tile, S sums of F models each, n items that some sum may need, k places that matter.
 
@@ -15,7 +15,7 @@ from numba.core.types import voidptr
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.ranking import Near
+from dmlbench.evaluation.collections.concatenated import Near
 from dmlbench.evaluation.search.candidates import LOWEST, FloatRows
 from dmlbench.evaluation.search.scan import Search
 from dmlbench.types import IntArray
@@ -44,7 +44,7 @@ def rank(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``ranking.rank``; ``slack`` may be rounded."""
+    """As ``rank_by_numpy``; ``slack`` may be rounded."""
     row = np.repeat(np.arange(len(part)), near.counts)
     order = np.argsort(2 * row.astype(np.uint16) + ~relevant, kind="stable")  # a query's relevant items lead
     lead = np.bincount(row[relevant], minlength=len(part))
@@ -55,7 +55,7 @@ def rank(
     # the arrays' addresses, for a list of them would be compiled anew for every number of models
     held = np.array([(0, 0, 0) if r is None else (r[0].ctypes.data, r[1].ctypes.data, r[0].shape[1]) for r in rows])
     while pending.any():
-        _rank(near, part, order, lead, sums, np.float32(slack), held, known, pending, ranked)
+        _rank_tile(near, part, order, lead, sums, np.float32(slack), held, known, pending, ranked)
         for model, similarity in ((models[at], known[at]) for at, r in enumerate(rows) if r is None):
             item = np.flatnonzero(similarity == _WANTED)
             if len(item):
@@ -64,7 +64,7 @@ def rank(
 
 
 @_compiled
-def _rank(
+def _rank_tile(
     tile: Near,
     part: IntArray,
     order: IntArray,
