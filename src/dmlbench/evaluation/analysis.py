@@ -28,10 +28,7 @@ def per_class_table(
 ) -> pd.DataFrame:
     """One row per class of the queries, by label: number of queries, skipped ones, and mean scores of the others.
 
-    Args:
-        queries: the evaluated queries.
-        evaluation: their scores.
-        class_names: by label, for a column "class".
+    ``class_names`` by label make a column "class".
     """
     table = per_query_table(queries, evaluation).drop(columns="id")
     names = list(evaluation.per_query)

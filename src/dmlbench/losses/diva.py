@@ -37,7 +37,7 @@ class Diva(WholeBatchLoss):
         margin(discriminative) + shared_weight * margin(shared) + intra_weight * margin(intra)
 
     with margin as of ``MarginOodml`` and the boundary that of the anchor's true class. Triplets:
-        discriminative: as of ``miners.DistanceWeighted``.
+        discriminative: as of ``miners.distance_weighted_triplets``.
         permuted: the same after the labels have been permuted over the batch.
         across_classes: for each image a negative as above and a positive of a third class, so that nothing separates
             classes.

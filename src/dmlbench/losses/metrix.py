@@ -1,7 +1,7 @@
 """Metrix: mixtures of two embeddings, with labels interpolated by the same factor."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -157,8 +157,6 @@ class Metrix(SeededDraws):
 _LEAST = 1e-12  # below it a squared length or distance counts as this much
 
 Batch = tuple[Tensor, Tensor]  # embeddings and labels, for reducers
-# of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch
-OfMixtures = Callable[[Any, Tensor, Tensor, float, Batch], Tensor]
 
 
 def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
@@ -208,7 +206,8 @@ def _log1p_sum(exponents: Tensor, chosen: Tensor, factor: float) -> Tensor:
     return torch.cat([terms.new_zeros(len(terms), 1), terms], 1).logsumexp(1)
 
 
-_OF_MIXTURES: Mapping[type[nn.Module], OfMixtures] = {
+# of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch
+_OF_MIXTURES: dict[type[nn.Module], Any] = {
     ContrastiveLoss: _contrastive,
     MultiSimilarityLoss: _multi_similarity,
     ProxyAnchor: _proxy_anchor,

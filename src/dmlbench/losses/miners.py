@@ -27,27 +27,46 @@ def log_inverse_density(distances: Tensor, size: int) -> Tensor:
     return (2.0 - size) * distances.log() - (size - 3) / 2 * rest.log()
 
 
-def drawn_by_distance(rows: Tensor, allowed: Tensor, *, cutoff: float = 0.5) -> Tensor:
+def drawn_by_distance(
+    rows: Tensor, allowed: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
+) -> Tensor:
     """[B]: for each of the unit vectors [B, D] one of those ``allowed`` [B, B], drawn with the weight 1 / q(d).
 
-    A row without any draws index 0. Distances below ``cutoff`` count as it.
+    A row without any draws index 0. Distances below ``cutoff`` count as it. The generator is on the rows' device.
     """
     distances = (2 - 2 * rows @ rows.T).clamp(min=0).sqrt().clamp(min=cutoff)
     log_weights = log_inverse_density(distances, rows.shape[1])
     # The largest of log w + Gumbel noise is a draw by w, and nothing waits for the device.
-    noise = torch.empty_like(log_weights).exponential_().log()
+    noise = torch.empty_like(log_weights).exponential_(generator=generator).log()
     return (log_weights - noise).masked_fill_(~allowed, -torch.inf).argmax(1)
 
 
-def drawn_evenly(allowed: Tensor) -> Tensor:
+def drawn_evenly(allowed: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """[T]: for each row of ``allowed`` [T, B] one of its true columns; index 0 where there is none."""
-    return torch.rand(allowed.shape, device=allowed.device).masked_fill_(~allowed, -1).argmax(1)
+    uniform = torch.rand(allowed.shape, generator=generator, device=allowed.device)
+    return uniform.masked_fill_(~allowed, -1).argmax(1)
+
+
+def distance_weighted_triplets(
+    embeddings: Tensor, labels: Tensor, *, cutoff: float = 0.5, generator: torch.Generator | None = None
+) -> Triplets:
+    """Draw a triplet for each image: a positive evenly from its class, and a negative by ``drawn_by_distance``.
+
+    Images without a positive or without a negative in the batch have no triplet.
+    """
+    labels, device = labels.cpu(), embeddings.device
+    same = labels[:, None] == labels
+    different = ~same
+    same = same.fill_diagonal_(False)
+    anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], device)
+    rows = normalize(embeddings.detach())
+    negatives = drawn_by_distance(rows, to_device(different, device), cutoff=cutoff, generator=generator)
+    positives = drawn_evenly(to_device(same, device), generator)
+    return anchors, positives[anchors], negatives[anchors]
 
 
 class DistanceWeighted(nn.Module):
-    """One triplet per image: a positive drawn evenly from its class, and a negative by ``drawn_by_distance``.
-
-    Images without a positive or without a negative in the batch have no triplet.
+    """One triplet per image, its negative drawn with the weight 1 / q(d) of its distance (``log_inverse_density``).
 
     PML's miner differs: it leaves out negatives farther than 1.4, draws a triplet for each positive, and subtracts the
     maximum of the whole matrix, so that most rows underflow in 512 dimensions and have no triplet.
@@ -66,14 +85,7 @@ class DistanceWeighted(nn.Module):
         self.cutoff = cutoff
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Triplets:
-        labels, device = labels.cpu(), embeddings.device
-        same = labels[:, None] == labels
-        different = ~same
-        same = same.fill_diagonal_(False)
-        anchors = to_device((same.any(1) & different.any(1)).nonzero()[:, 0], device)
-        rows = normalize(embeddings.detach())
-        negatives = drawn_by_distance(rows, to_device(different, device), cutoff=self.cutoff)
-        return anchors, drawn_evenly(to_device(same, device))[anchors], negatives[anchors]
+        return distance_weighted_triplets(embeddings, labels, cutoff=self.cutoff)
 
 
 class SwitchedNegatives(nn.Module):

@@ -101,10 +101,9 @@ def concatenated_scores(
         members: query rows [Q, D] by every model, [fold][repeat]; equal ids and labels in the same order (the caller
             checks), D may differ.
         galleries: gallery rows by the same models, or None: the queries are searched among themselves.
-        spec: what to compute; ``back_end`` is ignored.
+        spec: ``back_end`` is ignored.
         distances: the models' distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors.
-        own: whether to evaluate every model alone, too, from the same products.
-        progress: whether to show a bar.
+        own: evaluate every model alone, too, from the same products.
 
     Returns:
         Evaluations by choice, the last fold's repeat changing fastest, and of the models [fold][repeat] if ``own``.
@@ -255,14 +254,10 @@ def reached_by(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
 
 
 def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, slack: float) -> Near:
-    """Items of a block of the gallery that may be among the k nearest by any sum of similarities.
+    """Items of a block of the gallery that may be among the k nearest by any sum of similarities ``value`` [M, T, W].
 
-    Args:
-        value: [M, T, W] similarities to the block, -inf for the query itself.
-        largest: [T, W] bound of every sum.
-        first_column: gallery item of the block's first column.
-        reach: [T, S] values that at least k items reach, here or in blocks before.
-        slack: sums further apart than this are in the right order.
+    ``largest`` [T, W] bounds every sum, ``reach`` [T, S] is what at least k items reach, here or in blocks before. Sums
+    further apart than ``slack`` are in the right order. The block's first column is the item ``first_column``.
     """
     floor = floor_below(reach.min(axis=1, keepdims=True), slack)
     flat = value.reshape(len(value), -1)
@@ -295,16 +290,10 @@ def rank_by_numpy(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """Relevance by rank [S, T, k] of every sum of similarities.
+    """Relevance by rank [S, T, k] of the queries ``part`` [T] by every sum of similarities of ``sums`` [S, F] models.
 
-    Args:
-        models: [M] source of exact similarities.
-        part: [T] queries.
-        near: candidates for the k nearest.
-        sums: [S, F] the models of every sum.
-        relevant: [n] whether an item of ``near`` is of the query's class.
-        k: places that matter.
-        slack: sums further apart than this are in the right order.
+    ``relevant`` [n] says whether an item of ``near``, the candidates for the k nearest, is of the query's class. Sums
+    further apart than ``slack`` are in the right order; exact similarities of ``models`` [M] decide the others.
     """
     ranked = np.zeros((len(sums), len(part), k), dtype=bool)
     query = np.repeat(np.arange(len(part)), near.counts)

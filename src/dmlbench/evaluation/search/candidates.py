@@ -190,7 +190,6 @@ def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark:
 
     Args:
         keys: [T, C] that contain the k nearest of every row.
-        exact: float64 similarities of (row, column) pairs.
         k: places that matter; the order beyond may be that of the float32 values.
         slack: values further apart than this are in the right order.
         by_mark: only the order between marked (relevant) and other candidates has to be right: no score needs more.

@@ -79,9 +79,7 @@ class PairwiseSearch(Search):
     of one query and ``_COLUMNS`` gallery items in that precision decides. Equal rows get the same bits either way.
 
     Args:
-        queries: rows [Q, D].
-        gallery: rows [N, D], or None: the queries are searched among themselves.
-        distance: larger is nearer if ``is_inverted``.
+        gallery: None searches the queries among themselves.
         tile_bytes: memory for tiles and candidates.
         device: where tiles are computed; ignored for a distance with parameters and without ``float32_error``, which
             runs where these are. None: the device of the parameters, or of the queries.
@@ -177,7 +175,10 @@ class PairwiseSearch(Search):
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
         """By half where the distance is symmetric and the candidates of all queries fit into memory."""
         size, threads = self.num_gallery, self.threads
-        entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self._bytes_per_pair)))
+        # a distance of unknown implementation may expand pairs
+        expands = not self._bounded and not _is_lp_or_product(self.distance)
+        bytes_per_pair = 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
+        entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
         pays = self._within and self._symmetric and 4 * num_wanted >= 3 * size and rows < size
         if pays and entries >= rows**2 and BYTES_PER_WAITING * k * size <= self.free_bytes // 4:
@@ -185,12 +186,6 @@ class PairwiseSearch(Search):
         candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(size, k + k // 4 + 8))
         rows = max(1, min(_MAX_ROWS, num_wanted, entries, candidates))
         return ScanPlan(rows, max(1, min(size, entries // rows)), threads)
-
-    @property
-    def _bytes_per_pair(self) -> int:
-        """Memory per pair of a tile; a distance of unknown implementation may expand pairs."""
-        expands = not self._bounded and not _is_lp_or_product(self.distance)
-        return 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
 
     def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
         first, second = self._places[0][queries], self._places[-1][columns]

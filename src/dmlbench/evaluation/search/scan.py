@@ -49,19 +49,12 @@ _workspace = Workspace()
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """How a scan is divided.
+    """How a scan is divided."""
 
-    Attributes:
-        rows: queries of a tile or rows of a block.
-        columns: gallery items of a tile.
-        threads: that share the tiles.
-        by_half: whether each tile of a symmetric search within one set serves both sides.
-    """
-
-    rows: int
-    columns: int
-    threads: int
-    by_half: bool = False
+    rows: int  # queries of a tile or rows of a block
+    columns: int  # gallery items of a tile
+    threads: int  # that share the tiles
+    by_half: bool = False  # each tile of a symmetric search within one set serves both sides
 
 
 class Search(ABC):
@@ -124,13 +117,7 @@ class Search(ABC):
         wanted: IntArray,
         plan: ScanPlan | None = None,
     ) -> Iterator[tuple[IntArray, Result]]:
-        """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile in the order of ``wanted``.
-
-        Args:
-            k: places that matter.
-            finish: called once per tile.
-            wanted: queries, ascending.
-        """
+        """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile of ``wanted``, ascending."""
         plan = plan or self.plan(k, len(wanted))
 
         def work(part: IntArray) -> tuple[IntArray, Result]:

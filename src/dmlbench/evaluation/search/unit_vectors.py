@@ -92,17 +92,11 @@ def _divided(rows: Tensor, norm: NDArray[np.float64]) -> FloatRows:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Unit rows [N, D] of an embedding set, held in memory or recomputed when needed.
+    """Unit rows [N, D] of an embedding set, held in memory or recomputed when needed."""
 
-    Attributes:
-        source: [N, D] rows as given.
-        norm: [N] their lengths.
-        held: [N, D] all unit rows, or None.
-    """
-
-    source: Tensor
-    norm: NDArray[np.float64]
-    held: FloatRows | None
+    source: Tensor  # [N, D] rows as given
+    norm: NDArray[np.float64]  # [N] their lengths
+    held: FloatRows | None  # [N, D] all unit rows
 
     def __len__(self) -> int:
         return len(self.source)
@@ -238,8 +232,7 @@ class UnitSearch(Search):
     Rows are held where they take at most a quarter of ``tile_bytes``, else computed for every tile.
 
     Args:
-        queries: rows [Q, D].
-        gallery: rows [N, D], or None: the queries are searched among themselves.
+        gallery: None searches the queries among themselves.
         back_end: of the float32 pass. "auto" is "torch", the fastest wherever we measured; faiss searches on a CPU.
         tile_bytes: bound of the memory beyond the sets.
         device: where the float32 products run; None: the device of the queries.
