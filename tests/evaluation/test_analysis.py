@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from dmlbench.evaluation.analysis import hardest_queries, per_class_table, per_query_table, to_csv
-from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.evaluate import evaluate, hardest_queries, per_class_table, per_query_table, to_csv
 from dmlbench.types import ConfigError, EmbeddingSet
 
 

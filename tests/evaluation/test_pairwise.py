@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation.analysis import hardest_queries
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.evaluation.evaluate import Evaluation, evaluate, hardest_queries
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import pairwise, scan
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, is_symmetric

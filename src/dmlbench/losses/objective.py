@@ -66,8 +66,7 @@ class Objective(nn.Module):
         total = sum(regularizer.weight for regularizer in regularizers.values())
         if mixing == "convex" and total >= 1:
             raise ConfigError(
-                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower them or set "
-                "regularizer.mixing=add."
+                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower them or set mixing=add."
             )
         momenta = {r.key_momentum for r in regularizers.values() if r.key_momentum is not None}
         if len(momenta) > 1:
@@ -125,8 +124,7 @@ class Objective(nn.Module):
         for key, number in known.items():
             if number is not None and (low < 0 or high >= number):
                 raise ConfigError(
-                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set it to the number of "
-                    "training classes, ${runtime.num_classes}."
+                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set ${{runtime.num_classes}}."
                 )
 
 

@@ -107,10 +107,7 @@ class AvslDistance(BaseDistance):
         """Embeddings and certainties [N, L, r] of rows [N, 2 L r]."""
         size = 2 * self.num_levels * self.level_size
         if rows.shape[-1] != size:
-            raise RunError(
-                f"rows of AVSL: got {rows.shape[-1]} numbers, expected {size} ({self.num_levels} levels of "
-                f"{self.level_size} nodes). Compare rows of one model."
-            )
+            raise RunError(f"rows of AVSL: got {rows.shape[-1]} numbers, expected {size}. Compare rows of one model.")
         parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))
         return parts[..., 0, :, :], parts[..., 1, :, :]
 

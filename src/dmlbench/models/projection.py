@@ -114,10 +114,8 @@ class Projection(Head):
         """Take weight and bias of the closed form."""
         assert self.closed_form and self.bias is not None
         if self.out_features > self.in_features:
-            raise ConfigError(
-                f"head.out_features: got {self.out_features} for {self.closed_form}, expected at most "
-                f"{self.in_features}, the channels of the pooled features."
-            )
+            size, form = self.out_features, self.closed_form
+            raise ConfigError(f"head.out_features: got {size} for {form}, expected at most {self.in_features}.")
         weight, bias = closed_form(moments, self.closed_form, self.out_features, self.shrinkage)
         self.weight.copy_(weight)
         self.bias.copy_(bias)
