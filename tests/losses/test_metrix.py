@@ -158,15 +158,6 @@ def test_equals_the_papers_code_of_the_contrastive_loss(golden_dir) -> None:
             np.testing.assert_allclose(gradient.numpy(), recorded[f"{key}_grad"], rtol=1e-8, atol=1e-12)
 
 
-def test_without_a_share_of_the_other_a_mean_over_pairs_is_that_of_the_plain_loss() -> None:
-    x, y = batch("balanced")
-    metrix = Metrix(losses.ContrastiveLoss(0.1, 0.8))
-    positives, negatives = losses.ContrastiveLoss(0.1, 0), losses.ContrastiveLoss(3, 0.8)  # of which the rest is 0
-    torch.testing.assert_close(metrix.mixed_part(x, y, "positive_negative", 1.0), positives(x, y))
-    for pairs in PAIRS:
-        torch.testing.assert_close(metrix.mixed_part(x, y, pairs, 0.0), negatives(x, y))
-
-
 def test_float32_stays_finite_where_exponents_overflow_and_vectors_are_opposite() -> None:
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 1e-3], [-1.0, 0.0]], requires_grad=True)
     y = torch.tensor([0, 0, 1, 1])

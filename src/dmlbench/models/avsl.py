@@ -158,7 +158,7 @@ class AvslHead(LevelsHead):
             flat = F.normalize(activation.flatten(2), dim=2)
             if flat.shape[2] != len(weight):
                 raise ConfigError(
-                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)}. Keep the image size."
+                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)}. Use one size."
                 )
             return flat @ weight
         if self.variant == "official":

@@ -1,23 +1,16 @@
 """The interface of poolings, and what they share: checks, projected pixels, weighted sums, initialization."""
 
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, ModelOutput
 
 Variant = Literal["official", "paper"]
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """Embedding [B, D], not normalized, and named side outputs (see ``types.ModelOutput``)."""
-
-    embedding: Tensor
-    side: dict[str, Tensor] = field(default_factory=dict)
+Pooled = ModelOutput
+"""Embedding [B, D], not normalized, and named side outputs."""
 
 
 class Pooling(nn.Module):
