@@ -12,16 +12,7 @@ import pytest
 import torch
 
 from dmlbench.evaluation.search import candidates, unit_vectors
-from dmlbench.evaluation.search.candidates import (
-    PADDING,
-    TopK,
-    column_of,
-    kth_bound,
-    marked,
-    pack,
-    settle,
-    value_of,
-)
+from dmlbench.evaluation.search.candidates import PADDING, TopK, column_of, kth_bound, marked, pack, settle, value_of
 from dmlbench.evaluation.search.scan import ScanPlan, strict_float32_products
 from dmlbench.evaluation.search.unit_vectors import (
     UnitSearch,
@@ -281,9 +272,7 @@ def test_candidates_of_later_rows_are_narrowed_to_those_that_others_do_not_rule_
     assert max(sizes) < 25  # of 600
 
 
-def test_halves_serve_a_set_within_itself_whose_similarities_are_symmetric(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_halves_serve_a_set_within_itself_whose_similarities_are_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, gallery = clustered(60, seed=1), clustered(60, seed=2)
     gallery = EmbeddingSet(gallery.rows, gallery.labels, gallery.ids + 1)
     one_way = EmbeddingSet(queries.rows + 50, queries.labels, queries.ids)  # centered, which moves the queries alone

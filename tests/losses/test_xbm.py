@@ -190,7 +190,7 @@ def test_objective_fills_the_memory_once_a_step_and_for_training_alone() -> None
 
 
 PAIRS = {
-    *("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_oodml", "multi_similarity", "supcon", "triplet"),
+    *("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_oodml", "multi_similarity", "supcon", "triplet")
 }
 NO_PAIRS = {
     *("arcface", "libc", "norm_softmax", "proxy_anchor", "proxy_nca", "proxy_nca_gsp", "proxy_nca_pp", "soft_triple"),

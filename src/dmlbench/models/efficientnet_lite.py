@@ -17,14 +17,7 @@ WEIGHTS = {
 PACKAGE_VERSION = "0.1.0"
 
 _OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1"}
-_OF_BLOCK = (
-    "_expand_conv",
-    "_bn0",
-    "_depthwise_conv",
-    "_bn1",
-    "_project_conv",
-    "_bn2",
-)  # some lack the first two
+_OF_BLOCK = ("_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2")  # some lack the first two
 
 
 class EfficientNetLite(TimmBackbone):

@@ -50,11 +50,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_weights(
-    module: nn.Module,
-    path: str | Path,
-    *,
-    ignore: Sequence[str] = (),
-    names: Mapping[str, str] | None = None,
+    module: nn.Module, path: str | Path, *, ignore: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> None:
     """Copy the weights of a file into a module; every name and shape has to agree.
 

@@ -314,13 +314,7 @@ def rank_by_numpy(
 
 
 def _exact_sums(
-    models: Sequence[Search],
-    part: IntArray,
-    near: Near,
-    query: IntArray,
-    sums: IntArray,
-    at: IntArray,
-    item: IntArray,
+    models: Sequence[Search], part: IntArray, near: Near, query: IntArray, sums: IntArray, at: IntArray, item: IntArray
 ) -> NDArray[np.float64]:
     """Exact sums [m] of ``sums[at]`` [m, F] for items ``item`` [m] of ``near``, which are of queries ``query`` [n]."""
     total = np.zeros(len(item))

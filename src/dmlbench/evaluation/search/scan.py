@@ -110,12 +110,7 @@ class Search(ABC):
         return lambda rows, columns: self.exact_pairs(part[rows], columns)
 
     def ranked(
-        self,
-        k: int,
-        finish: Callable[[IntArray, Keys], Result],
-        *,
-        wanted: IntArray,
-        plan: ScanPlan | None = None,
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan | None = None
     ) -> Iterator[tuple[IntArray, Result]]:
         """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile of ``wanted``, ascending."""
         plan = plan or self.plan(k, len(wanted))
