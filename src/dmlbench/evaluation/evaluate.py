@@ -109,7 +109,7 @@ def evaluate(
         kmeans=spec.kmeans + ON_GPU * on_gpu if clustered else None,
         search=spec.search,
         p_at_1_by_chance=relevance.p_at_1_by_chance(),
-        degenerate=degeneracies(queries, reference, relevance, cosine=own is None),
+        degenerate=tuple(degeneracies(queries, reference, relevance, cosine=own is None)),
     )
 
 

@@ -99,9 +99,7 @@ def positives_per_query(query_labels: IntArray, gallery_labels: IntArray, own_co
     return (found - (own_column >= 0)).astype(np.int64)
 
 
-def degeneracies(
-    queries: EmbeddingSet, gallery: EmbeddingSet, relevance: Relevance, *, cosine: bool
-) -> tuple[str, ...]:
+def degeneracies(queries: EmbeddingSet, gallery: EmbeddingSet, relevance: Relevance, *, cosine: bool) -> list[str]:
     """What is degenerate about embeddings, a phrase each; ties are counted where ``cosine`` compares them."""
     found = []
     parts = [("queries", queries)] if gallery is queries else [("queries", queries), ("gallery items", gallery)]
@@ -111,12 +109,12 @@ def degeneracies(
     first, inverse, counts = _groups(gallery)
     equal = int(counts[counts > 1].sum())
     if equal <= _SHARE * len(gallery):
-        return tuple(found)
+        return found
     found.append(f"{100 * equal / len(gallery):.1f} % of the embeddings are equal to another one")
     share = _tie_share(queries, gallery.rows[torch.from_numpy(first)], inverse, relevance) if cosine else 0.0
     if share > _SHARE:
         found.append(f"ties, broken by the gallery's order, decide {100 * share:.1f} % of the queries")
-    return tuple(found)
+    return found
 
 
 def _lengths(part: EmbeddingSet) -> torch.Tensor:

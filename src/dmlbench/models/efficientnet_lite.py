@@ -42,9 +42,7 @@ class EfficientNetLite(TimmBackbone):
         out_indices: Sequence[int] | None = None,
     ) -> None:
         if variant not in WEIGHTS:
-            raise ConfigError(
-                f"EfficientNet-Lite has no variant {variant}; choose one of {', '.join(map(str, WEIGHTS))}"
-            )
+            raise ConfigError(f"EfficientNet-Lite has no variant {variant}; choose one of {list(WEIGHTS)}")
         if weights_file is None and pretrained:
             weights_file = str(packaged_weights(variant))
         super().__init__(

@@ -179,9 +179,7 @@ def _score(
         for start in range(0, num_gallery, columns):
             stop = min(start + columns, num_gallery)
             value = empty_tile((len(models), len(part), stop - start), device, on_host=on_host)
-            bounds = [
-                model.bounded_similarities(part, start, stop, out=out) for model, out in zip(models, value, strict=True)
-            ]
+            bounds = [m.bounded_similarities(part, start, stop, out=x) for m, x in zip(models, value, strict=True)]
             for out in value:
                 exclude(out, relevance.own_column[part] - start)
             slacks = np.maximum(slacks, [_slack(bounds, sums) for sums in rankings])

@@ -6,8 +6,8 @@ With a_0 <= a_1 <= .. the numbers of irrelevant items above each relevant one, t
 others. So relevant items are compared with irrelevant ones only, and exactly only where the two are near.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -20,18 +20,16 @@ from dmlbench.evaluation.search.candidates import LOWEST, FloatRows
 from dmlbench.evaluation.search.scan import Search
 from dmlbench.types import IntArray
 
-Function = TypeVar("Function", bound=Callable[..., object])
-
 _WANTED = np.inf  # in place of an exact similarity: it is to be computed
 _LANES = 32  # numbers that a vector unit compares at a time
 
 
-def _compiled(function: Function) -> Function:
+def _compiled(function: Any) -> Any:
     """``numba.njit`` without the GIL, cached next to the source or in the user's cache if either is writable."""
     try:
-        return cast(Function, numba.njit(cache=True, nogil=True)(function))
+        return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba finds no folder that can be written to
-        return cast(Function, numba.njit(nogil=True)(function))
+        return numba.njit(nogil=True)(function)
 
 
 def rank(

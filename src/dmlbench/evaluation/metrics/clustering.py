@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
 from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_choice
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_at_least, check_choice
 
 KmeansInit = Literal["random", "k-means++"]
 KmeansLibrary = Literal["auto", "faiss", "scikit-learn"]
@@ -48,9 +48,7 @@ class KmeansSettings:
             raise ConfigError(f"kmeans_seed ({self.seed}) must lie in [0, 2^31), the seeds that faiss takes")
         check_choice("kmeans_library", self.library, get_args(KmeansLibrary))
         check_choice("kmeans_init", self.init, get_args(KmeansInit))
-        for name in ("restarts", "max_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"kmeans_{name}: got {getattr(self, name)}, expected at least 1.")
+        check_at_least(1, kmeans_restarts=self.restarts, kmeans_max_steps=self.max_steps)
 
     @property
     def chosen_library(self) -> str:

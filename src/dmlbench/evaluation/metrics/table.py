@@ -294,9 +294,7 @@ def query_scores(
         scores: what to compute; scores of the whole set are left out.
     """
     ranking = Ranking(relevant, positives)
-    return {
-        score.name: np.asarray(score.metric.score(ranking, score.k), dtype=np.float64) for score in of_queries(scores)
-    }
+    return {one.name: np.asarray(one.metric.score(ranking, one.k), np.float64) for one in of_queries(scores)}
 
 
 def mean_scores(per_query: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:

@@ -39,11 +39,9 @@ class Reranker(Protocol):
 
     def center_rows(self, rows: Tensor) -> Tensor:
         """Rows [N, D] whose cosine makes the candidate lists, of rows [N, W]."""
-        ...
 
     def reranked_similarities(self, queries: Tensor, neighbors: Tensor, known: Tensor) -> Tensor:
         """Similarities [T, K] of queries [T, W] to neighbors [T, K, W]; ``known`` [T, K] is False at padding."""
-        ...
 
 
 def rerank_nearest(

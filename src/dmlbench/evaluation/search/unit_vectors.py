@@ -216,16 +216,6 @@ def check_tile_bytes(tile_bytes: int) -> None:
         raise ConfigError(f"tile_bytes ({tile_bytes}) is below {MIN_TILE_BYTES}; raise it ({TILE_BYTES} is usual)")
 
 
-def check_back_end(back_end: BackEnd) -> None:
-    """Raise ConfigError for an unknown back end, and for faiss if it is not installed."""
-    check_choice("back_end", back_end, get_args(BackEnd))
-    if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
-        raise ConfigError(
-            "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
-            "or use back_end=auto, which gives the same numbers without it"
-        )
-
-
 class UnitSearch(Search):
     """Unit rows of queries and gallery.
 
@@ -248,7 +238,12 @@ class UnitSearch(Search):
         device: torch.device | None = None,
     ) -> None:
         check_tile_bytes(tile_bytes)
-        check_back_end(back_end)
+        check_choice("back_end", back_end, get_args(BackEnd))
+        if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
+            raise ConfigError(
+                "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
+                "or use back_end=auto, which gives the same numbers without it"
+            )
         reference = queries if gallery is None else gallery
         self.own_column = own_columns(queries, reference)
         self.num_gallery = len(reference)

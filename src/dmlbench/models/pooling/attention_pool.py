@@ -87,9 +87,7 @@ class AttentionPool(Pooling):
         if self.merge == "mean":
             return embedding_size
         if embedding_size % self.num_queries:
-            raise ConfigError(
-                f"num_queries: got {self.num_queries}, expected a divisor of {embedding_size}, the embedding's size."
-            )
+            raise ConfigError(f"num_queries: got {self.num_queries}, expected a divisor of {embedding_size}.")
         return embedding_size // self.num_queries
 
     def output_width(self, projected_size: int) -> int:

@@ -55,9 +55,7 @@ class PrototypePooling(Pooling):
     def __init__(self, width: int, num_prototypes: int, *, memory_rows: int, start_step: int) -> None:
         super().__init__()
         if memory_rows < 2 * num_prototypes:
-            raise ConfigError(
-                f"memory_rows: got {memory_rows}, expected at least twice num_prototypes ({num_prototypes})."
-            )
+            raise ConfigError(f"memory_rows: got {memory_rows}, expected >= 2 * num_prototypes ({num_prototypes}).")
         check_at_least(0, start_step=start_step)
         self.num_prototypes = num_prototypes
         self.start_step = start_step
