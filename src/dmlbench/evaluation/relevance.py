@@ -20,23 +20,14 @@ _QUERIES, _TILE = 2000, 256
 
 @dataclass(frozen=True)
 class Relevance:
-    """Relevant items of every query, and how many places of a ranking the scores need.
+    """Relevant items of every query, and how many places of a ranking the scores need."""
 
-    Attributes:
-        query_labels: [Q].
-        gallery_labels: [N].
-        own_column: [Q] gallery index of the query itself, or -1.
-        positives: R [Q].
-        valid: [V] queries with a positive, ascending.
-        k: first places of a ranking that the scores need.
-    """
-
-    query_labels: IntArray
-    gallery_labels: IntArray
-    own_column: IntArray
-    positives: IntArray
-    valid: IntArray
-    k: int
+    query_labels: IntArray  # [Q]
+    gallery_labels: IntArray  # [N]
+    own_column: IntArray  # [Q] gallery index of the query itself, or -1
+    positives: IntArray  # R [Q]
+    valid: IntArray  # [V] queries with a positive, ascending
+    k: int  # first places of a ranking that the scores need
 
     @property
     def n_skipped_queries(self) -> int:

@@ -25,21 +25,13 @@ _SIGMOID_ROUNDINGS = 16  # of the value 1: several times what libraries, and fas
 
 @dataclass(frozen=True)
 class Attribution:
-    """Parts of the distance of each pair; levels ascend.
+    """Parts of the distance of each pair; levels ascend."""
 
-    Attributes:
-        nodes: delta [P, L, r], squared differences.
-        reliabilities: p [P, L, r] in (0, 1); 1 at the lowest level.
-        rectified: delta-hat [P, L, r].
-        sensitivities: lambda [P, L, r]; the distance is the sum of sensitivities times nodes.
-        distance: [P].
-    """
-
-    nodes: Tensor
-    reliabilities: Tensor
-    rectified: Tensor
-    sensitivities: Tensor
-    distance: Tensor
+    nodes: Tensor  # delta [P, L, r], squared differences
+    reliabilities: Tensor  # p [P, L, r] in (0, 1); 1 at the lowest level
+    rectified: Tensor  # delta-hat [P, L, r]
+    sensitivities: Tensor  # lambda [P, L, r]; the distance is the sum of sensitivities times nodes
+    distance: Tensor  # [P]
 
 
 class AvslDistance(BaseDistance):

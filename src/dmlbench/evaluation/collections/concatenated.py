@@ -69,19 +69,12 @@ _workspace = Workspace()
 
 
 class Near(NamedTuple):
-    """Items that some sum of models may need, query by query.
+    """Items that some sum of models may need, query by query."""
 
-    Attributes:
-        value: [M, n] float32 similarities.
-        column: [n] gallery items, ascending for each query.
-        counts: [T] items of each query.
-        reach: [T, S] values that the sums of at least k items reach.
-    """
-
-    value: FloatRows
-    column: IntArray
-    counts: IntArray
-    reach: FloatRows
+    value: FloatRows  # [M, n] similarities
+    column: IntArray  # [n] gallery items, ascending for each query
+    counts: IntArray  # [T] items of each query
+    reach: FloatRows  # [T, S] values that the sums of at least k items reach
 
 
 def concatenated_scores(

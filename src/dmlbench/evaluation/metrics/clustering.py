@@ -27,21 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KmeansSettings:
-    """How clusters are found.
+    """How clusters are found."""
 
-    Attributes:
-        seed: in [0, 2^31).
-        library: "auto" takes faiss if installed, else scikit-learn. Their clusters differ.
-        init: first centers, "random" rows or those of "k-means++".
-        restarts: the run with the least sum of squared distances counts.
-        max_steps: of Lloyd's algorithm; 25 is faiss's default. Scikit-learn ends earlier at its tolerance.
-    """
-
-    seed: int = 0
-    library: KmeansLibrary = "auto"
-    init: KmeansInit = "random"
-    restarts: int = 1
-    max_steps: int = 25
+    seed: int = 0  # in [0, 2^31)
+    library: KmeansLibrary = "auto"  # faiss if installed, else scikit-learn; their clusters differ
+    init: KmeansInit = "random"  # rows are the first centers
+    restarts: int = 1  # the run with the least sum of squared distances counts
+    max_steps: int = 25  # of Lloyd's algorithm: faiss's default; scikit-learn ends earlier at its tolerance
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:

@@ -61,17 +61,12 @@ class Metric:
         return self.reads in ("nearest", "ranking")
 
 
+@dataclass(frozen=True)
 class Ranking:
-    """Relevance by rank, and the sums over it that several metrics share.
+    """Relevance by rank, and the sums over it that several metrics share."""
 
-    Attributes:
-        relevant: [Q, k] nearest first, False beyond the end of the gallery.
-        positives: R [Q], relevant gallery items (the query itself not counted), at least 1 each.
-    """
-
-    def __init__(self, relevant: NDArray[np.bool_], positives: IntArray) -> None:
-        self.relevant = relevant
-        self.positives = positives
+    relevant: NDArray[np.bool_]  # [Q, k] nearest first, False beyond the end of the gallery
+    positives: IntArray  # R [Q], relevant gallery items (the query itself not counted), at least 1 each
 
     @cached_property
     def hits(self) -> NDArray[np.int32]:

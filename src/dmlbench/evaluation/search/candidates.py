@@ -89,15 +89,10 @@ def marked(keys: Keys) -> NDArray[np.bool_]:
 
 
 class Found(NamedTuple):
-    """Entries of a tile, by row.
+    """Entries of a tile, by row."""
 
-    Attributes:
-        counts: [T] entries of each row.
-        keys: [M] their keys, row by row.
-    """
-
-    counts: IntArray
-    keys: Keys
+    counts: IntArray  # [T] entries of each row
+    keys: Keys  # [M] their keys, row by row
 
     def padded(self) -> Keys:
         """[T, C] with C the largest count."""
@@ -153,16 +148,11 @@ def kth_bound(similarity: Tile, k: int) -> FloatRows:
 
 
 class TopK:
-    """Candidates for the k nearest of T queries, tile by tile of the gallery.
-
-    Attributes:
-        keys: [T, C] so far.
-        floor: [T, 1] similarity below which nothing counts.
-    """
+    """Candidates for the k nearest of T queries, tile by tile of the gallery."""
 
     def __init__(self, num_rows: int, k: int, *, slack: float) -> None:
-        self.keys: Keys = np.empty((num_rows, 0), dtype=np.uint64)
-        self.floor = np.full((num_rows, 1), LOWEST)
+        self.keys: Keys = np.empty((num_rows, 0), dtype=np.uint64)  # [T, C] so far
+        self.floor = np.full((num_rows, 1), LOWEST)  # similarity below which nothing counts
         self._k, self._slack = k, slack
         self._lock = threading.Lock()
 

@@ -135,7 +135,7 @@ class PairwiseSearch(Search):
             return self._checked(value.to(torch.float64)) * self._sign
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        there = out if isinstance(out, Tensor) else torch.from_numpy(out)
+        there = torch.as_tensor(out)
 
         def work(first: int, last: int) -> None:
             there[:, first - start : last - start] = self._scaled(part, slice(first, last))
@@ -145,7 +145,7 @@ class PairwiseSearch(Search):
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
         """The signed values of the distance, which add up over models."""
         value = self.tile(part, slice(start, stop))
-        (out if isinstance(out, Tensor) else torch.from_numpy(out)).copy_(value)
+        torch.as_tensor(out).copy_(value)
         largest = float(value.abs().max())
         relative = 1.02 * self._relative + 2.0**-24
         return largest * relative + self._absolute + 2.0**-149, 1.01 * largest

@@ -60,18 +60,13 @@ class ScanPlan:
 class Search(ABC):
     """Queries and gallery, ready to be searched; larger similarities are nearer.
 
-    Attributes:
-        own_column: [Q] gallery index that a query must not find, or -1.
-        num_gallery: N.
-        slack: float32 similarities further apart than this are in the right order.
-        device: where similarities are computed.
-        on_host: whether tiles are arrays on the host; else they are tensors on ``device``.
-        free_bytes: memory for tiles and candidates.
+    They are computed on ``device``; with ``on_host``, tiles are arrays on the host, else tensors there. ``free_bytes``
+    is the memory for tiles and candidates.
     """
 
-    own_column: IntArray
-    num_gallery: int
-    slack: float
+    own_column: IntArray  # [Q] gallery index that a query must not find, or -1
+    num_gallery: int  # N
+    slack: float  # float32 similarities further apart than this are in the right order
 
     def __init__(self, device: torch.device, free_bytes: int) -> None:
         self.device, self.on_host, self.free_bytes = device, tiles_on_host(device), free_bytes

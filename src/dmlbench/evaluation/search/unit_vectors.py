@@ -142,16 +142,11 @@ class FastProduct:
 
     ``query(x) @ gallery(y).T`` of unit rows x [Q, D], y [N, D] differs from the similarities by one constant per query
     and otherwise by at most ``error``, whatever the order of summation.
-
-    Attributes:
-        mean: [D] subtracted from both sides, or None: the operands are the unit rows themselves.
-        error: two values of a row that are more than ``2 * error`` apart are in the right order.
-        largest: bound of the absolute values.
     """
 
-    mean: NDArray[np.float64] | None
-    error: float
-    largest: float
+    mean: NDArray[np.float64] | None  # [D] subtracted from both sides; None: the operands are the unit rows themselves
+    error: float  # two values of a row that are more than twice as far apart are in the right order
+    largest: float  # bound of the absolute values
 
     def query(self, rows: FloatRows) -> FloatRows:
         """Left operand of unit rows [Q, D]: [Q, D] or [Q, D + 1]."""
@@ -321,7 +316,7 @@ class UnitSearch(Search):
             (right,) = to_device(self.device, self.operand[start:stop])
         else:
             (right,) = to_device(self.device, self.product.gallery(self.gallery.take(slice(start, stop))))
-        there = out if isinstance(out, Tensor) else torch.from_numpy(out)  # torch's product is faster than numpy's
+        there = torch.as_tensor(out)  # torch's product is faster than numpy's
         if there.device == self.device:
             torch.mm(query, right.T, out=there)
         else:
