@@ -239,11 +239,7 @@ def hardest_queries(
     tile_bytes: int = TILE_BYTES,
     distance: "BaseDistance | None" = None,
 ) -> list[HardQuery]:
-    """The ``count`` queries with the lowest ``metric``, lowest first. Queries without a positive are left out.
-
-    Raises:
-        ConfigError: ``count`` is below 1, or ``metric`` is no score of a query that was computed.
-    """
+    """The ``count`` queries with the lowest ``metric``, lowest first. Queries without a positive are left out."""
     check_hardest(count, metric, list(evaluation.per_query))
     scores = evaluation.per_query[metric]
     order = np.argsort(scores, kind="stable")  # NaN comes last

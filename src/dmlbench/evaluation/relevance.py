@@ -56,11 +56,7 @@ class Relevance:
 
 
 def relevance_of(queries: EmbeddingSet, gallery: EmbeddingSet, scores: Sequence[Score]) -> Relevance:
-    """Check two sets against each other and count the positives.
-
-    Raises:
-        RunError: no query has a positive, an id has two labels, or the sets cannot be searched.
-    """
+    """Check two sets against each other and count the positives; RunError where no query has one."""
     own = own_columns(queries, gallery)
     query_labels, gallery_labels = labels_of(queries), labels_of(gallery)
     held = np.flatnonzero(own >= 0)

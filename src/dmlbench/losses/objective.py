@@ -28,12 +28,10 @@ class Objective(nn.Module):
     With regularizers r_i of weights w_i the value is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
     ("add"). A regularizer whose side outputs are absent (a pooling's prototypes have not started) is left out, its
     weight too.
-
-    Attributes:
-        key_momentum: of the momentum encoder that makes the side output "keys"; None where no regularizer requires it.
     """
 
     regularizers: Mapping[str, Regularizer]
+    key_momentum: float | None  # of the momentum encoder that makes the side output "keys", where one is required
 
     def __init__(
         self,

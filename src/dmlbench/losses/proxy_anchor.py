@@ -111,10 +111,8 @@ def loss_of_cosines(x: Tensor, proxies: Tensor, evaluate: Evaluate) -> Tensor:
     sum over b of g_bc (x_b - l_bc p_c / |p_c|) / |p_c|. The proxies are read where they lie, and the second sum is
     split: normalized copies of all proxies would cost more than the products.
 
-    Args:
-        x: [B, D], unit vectors times a scale of the cosines.
-        evaluate: gets the products x_b . p_c [B, C] and 1 / |p_c| [C]; returns the loss, and g_bc / |p_c| [B, C] in a
-            new tensor. It may write into the products, but must restore them.
+    ``x`` [B, D] are unit vectors times a scale. ``evaluate`` gets the products x_b . p_c [B, C] and 1 / |p_c| [C]; it
+    returns the loss, and g_bc / |p_c| [B, C] in a new tensor. It may write into the products, but must restore them.
     """
     return _LossOfCosines.apply(x, proxies, evaluate)
 

@@ -95,14 +95,10 @@ class AvslHead(LevelsHead):
         return AvslModel(backbone, self)
 
     def forward(self, maps: Sequence[Tensor], pooling: Pooling | None = None) -> ModelOutput:
-        """
-        Args:
-            maps: [B, C_l, H_l, W_l] for every level, low to high, of any sizes.
-            pooling: None.
+        """Rows [B, 2 L r] of maps [B, C_l, H_l, W_l] of every level, low to high, of any sizes.
 
-        Returns:
-            Rows [B, 2 L r] and side outputs "lower_l" and "higher_l" [B, r, S], l = 1 .. L - 1: the normalized
-            activation maps of adjacent levels, which edges are made of.
+        Side outputs "lower_l" and "higher_l" [B, r, S], l = 1 .. L - 1, are the normalized activation maps of adjacent
+        levels, which edges are made of.
         """
         if len(maps) != self.num_levels:
             raise ConfigError(f"maps: got {len(maps)}, expected {self.num_levels}, one for each level.")
@@ -190,9 +186,8 @@ class AvslModel(LevelsModel):
     def observe(self, output: ModelOutput, *, step: int) -> dict[str, Tensor]:
         """Update the edges by a training batch.
 
-        Returns:
-            For the log, mean and maximum change of the edges between level n and the next: "edge_change_mean_<n>" and
-            "edge_change_max_<n>", n = 1 .. L - 1 (figure 9).
+        Returns their mean and maximum change between level n and the next for the log: "edge_change_mean_<n>" and
+        "edge_change_max_<n>", n = 1 .. L - 1 (figure 9).
         """
         pairs = [(output.side[f"lower_{n}"], output.side[f"higher_{n}"]) for n in range(1, self.distance.num_levels)]
         change = self.distance.observe(pairs)

@@ -119,12 +119,9 @@ class AvslDistance(BaseDistance):
     def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the edges by a training batch: the first is copied, later ones enter with 1 - momentum.
 
-        Args:
-            maps: for each pair of adjacent levels, from below, normalized activation maps [B, r, S] of the lower and of
-                the higher level at one size. An edge is the mean over the batch of their inner products (eq. 3).
-
-        Returns:
-            Mean and maximum of |new - old| edges, [L - 1, 2]; 0 at the first batch.
+        ``maps`` are, for each pair of adjacent levels from below, the normalized activation maps [B, r, S] of both at
+        one size. An edge is the mean over the batch of their inner products (eq. 3). Returns mean and maximum of
+        |new - old| edges, [L - 1, 2]; 0 at the first batch.
         """
         cast = [(low.to(self.edges.dtype), high.to(self.edges.dtype)) for low, high in maps]
         seen = torch.stack([torch.einsum("bis,bjs->ij", high, low) / len(high) for low, high in cast])

@@ -23,12 +23,9 @@ class Head(nn.Module):
         out_features: dimensions that the pooling wants of a projection for the configured embedding.
 
     A head of several levels has ``num_levels`` among its arguments.
-
-    Attributes:
-        pools: whether it pools without a ``Pooling``.
     """
 
-    pools: ClassVar[bool] = False
+    pools: ClassVar[bool] = False  # without a ``Pooling``
 
     def make_distance(self) -> BaseDistance:
         """Euclidean distance of unit vectors, unless a head has its own."""

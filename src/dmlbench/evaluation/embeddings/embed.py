@@ -52,10 +52,8 @@ def embed(
     Args:
         model: images [B, 3, H, W] on ``device`` to rows [B, D]; in evaluation mode.
         describe: what is embedded, for the progress bar and messages.
-        count: number of images.
 
-    Returns:
-        rows [N, D] float32 and labels, ids [N] int64, on the CPU.
+    Returns rows [N, D] float32 and labels, ids [N] int64, on the CPU; RunError unless there are ``count`` images.
     """
     rows: Tensor | None = None
     labels: list[Tensor] = []

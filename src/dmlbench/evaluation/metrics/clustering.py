@@ -75,11 +75,6 @@ class WholeSet:
     """All items of an evaluation, each once: the queries, then the gallery's other ones.
 
     pytorch-metric-learning clusters the queries alone; without a separate gallery, that is the same set.
-
-    Attributes:
-        rows: unit rows [N, D].
-        raw_rows: rows as given [N, D].
-        labels: [N].
     """
 
     def __init__(
@@ -97,8 +92,8 @@ class WholeSet:
             only = self_columns(ids_of(gallery), ids_of(queries)) < 0
             rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
             self.labels = np.concatenate([self.labels, labels_of(gallery)[only]])
-        self.rows = unit_rows(rows)
-        self.raw_rows: FloatRows = rows.detach().to("cpu", torch.float32).numpy()
+        self.rows = unit_rows(rows)  # [N, D]
+        self.raw_rows: FloatRows = rows.detach().to("cpu", torch.float32).numpy()  # as given
         self._searched = queries, gallery
 
     @cached_property
@@ -189,14 +184,8 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
 
     With S the sum of a class's n unit vectors, its n (n - 1) ordered pairs have the mean distance
     1 - (|S|^2 - sum_i |x_i|^2) / (n (n - 1)); *intra* is the mean over the classes with at least two items.
-    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)).
-
-    Args:
-        rows: unit vectors [N, D]; a zero row is at distance 1 from everything.
-        labels: [N].
-
-    Raises:
-        RunError: all items are of one class, or no class has two items.
+    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)). Rows [N, D] are unit vectors; a
+    zero row is at distance 1 from everything.
 
     Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
     2020 (pi_intra, pi_inter), as their code computes them.

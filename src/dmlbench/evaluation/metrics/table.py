@@ -203,11 +203,7 @@ class Score:
 
 
 def score_named(name: str) -> Score:
-    """The score of a name such as ``map_at_r`` or ``recall_at_10``.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The score of a name such as ``map_at_r`` or ``recall_at_10``; ConfigError for an unknown one."""
     if name in METRICS and not METRICS[name].takes_k:
         return Score(METRICS[name])
     family, _, k = name.rpartition("_at_")
@@ -228,11 +224,7 @@ def score_labeled(label: str) -> Score | None:
 
 
 def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
-    """All scores that ``metrics`` name, each once, in the order of the table.
-
-    Raises:
-        ConfigError: a name is unknown or repeated, ``metrics`` is empty, or a K is wrong.
-    """
+    """All scores that ``metrics`` name, each once, in the order of the table; ConfigError for wrong names or Ks."""
     values = list(recall_at)
     if any(not isinstance(k, Integral) or not 1 <= k < 10**9 for k in values) or values != sorted(set(values)):
         raise ConfigError(
@@ -281,12 +273,9 @@ def depth(positives: IntArray, num_gallery: int, scores: Sequence[Score]) -> int
 def query_scores(
     relevant: NDArray[np.bool_], positives: IntArray, scores: Sequence[Score]
 ) -> dict[str, NDArray[np.float64]]:
-    """Per-query scores [Q] by name.
+    """Per-query scores [Q] by name, of relevance by rank [Q, k] (k >= ``depth``) and positives R [Q] (see ``Ranking``).
 
-    Args:
-        relevant: [Q, k] by rank, nearest first, False beyond the end of the gallery; k >= ``depth``.
-        positives: R [Q], at least 1 each.
-        scores: what to compute; scores of the whole set are left out.
+    Scores of the whole set are left out.
     """
     ranking = Ranking(relevant, positives)
     return {one.name: np.asarray(one.metric.score(ranking, one.k), np.float64) for one in of_queries(scores)}

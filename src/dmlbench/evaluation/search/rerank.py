@@ -55,17 +55,10 @@ def rerank_nearest(
     back_end: BackEnd = "auto",
     device: torch.device | None = None,
 ) -> Iterator[tuple[IntArray, IntArray, NDArray[np.float64]]]:
-    """Rerank the exact neighbors by ``center_rows`` as unit vectors, ties as they were.
+    """Rerank the exact neighbors by ``center_rows`` as unit vectors, ties as they were; ``wanted`` are the queries.
 
-    Values that differ by rounding alone may depend on the device.
-
-    Args:
-        queries: rows [Q, W].
-        gallery: rows, or None: the queries are searched among themselves.
-        reranker: compares the first ``num_neighbors`` in float64, even if k is less.
-        wanted: queries, in the order in which they are yielded.
-        tile_bytes: bound of the memory beyond the sets.
-        device: where both searches run; None: the device of the rows.
+    The first ``num_neighbors`` are compared in float64, even if k is less. Values that differ by rounding alone may
+    depend on the device. ``tile_bytes`` bounds the memory beyond the sets.
 
     Yields:
         (queries [T], gallery items [T, k] nearest first or -1, similarities of the reranked ones [T, at most k]).

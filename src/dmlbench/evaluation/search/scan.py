@@ -79,9 +79,8 @@ class Search(ABC):
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
         """As ``similarities``, up to a constant per query, on a scale that adds up over models.
 
-        Returns:
-            error: two values of a row that are more than ``2 * error`` apart are in the right order.
-            largest: bound of the absolute values.
+        Returns (error, a bound of the absolute values): two values of a row that are more than 2 errors apart are in
+        the right order.
         """
 
     @abstractmethod
