@@ -15,9 +15,6 @@ from dmlbench.types import ConfigError, check_at_least
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")  # of an embedding, equal in size, in their order
 
-Shared = Literal["permuted", "across_classes"]
-Intra = Literal["within_class", "permuted"]
-
 
 def unit_parts(embeddings: Tensor) -> dict[str, Tensor]:
     """Each part of embeddings [B, D] as unit vectors [B, D / 4], by name."""
@@ -61,8 +58,8 @@ class Diva(WholeBatchLoss):
         *,
         shared_weight: float = 0.3,
         intra_weight: float = 0.3,
-        shared: Shared = "permuted",
-        intra: Intra = "within_class",
+        shared: Literal["permuted", "across_classes"] = "permuted",
+        intra: Literal["within_class", "permuted"] = "within_class",
         margin: float = 0.2,
         beta: float = 1.2,
         learn_beta: bool = True,

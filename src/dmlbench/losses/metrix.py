@@ -20,7 +20,6 @@ from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.types import ConfigError, IntArray, check_at_least, check_positive
 
 Pairs = Literal["positive_negative", "anchor_negative"]
-Variant = Literal["paper", "official"]
 BoolArray = NDArray[np.bool_]
 
 
@@ -62,7 +61,7 @@ class Metrix(SeededDraws):
         alpha: float = 2.0,
         pairs: Sequence[Pairs] = ("positive_negative", "anchor_negative"),
         num_hard_negatives: int | None = None,
-        variant: Variant = "paper",
+        variant: Literal["paper", "official"] = "paper",
     ) -> None:
         super().__init__()
         check_positive(weight=weight, alpha=alpha)

@@ -13,7 +13,6 @@ from dmlbench.losses.base import BatchLabels
 from dmlbench.types import ConfigError, check_at_least
 
 Triplets = tuple[Tensor, Tensor, Tensor]
-Variant = Literal["official", "paper"]
 
 
 def log_inverse_density(distances: Tensor, size: int) -> Tensor:
@@ -111,7 +110,7 @@ class SwitchedNegatives(nn.Module):
         miner: Callable[[Tensor, Tensor], Triplets],
         *,
         switch_probability: float = 0.4,
-        variant: Variant = "official",
+        variant: Literal["official", "paper"] = "official",
     ) -> None:
         super().__init__()
         if not 0 <= switch_probability <= 1:

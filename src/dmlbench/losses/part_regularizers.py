@@ -13,8 +13,6 @@ from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
 
-Shares = Literal["of_batch", "of_queue"]
-
 _LOG_SMALLEST = math.log(1e-45)  # of a weight beside the largest, as in the code
 
 
@@ -80,7 +78,7 @@ class SelfSimilarity(Regularizer, Counters):
         temperature: float = 0.01,
         nearest: float = 0.5,
         farthest: float = 1.4,
-        shares: Shares = "of_batch",
+        shares: Literal["of_batch", "of_queue"] = "of_batch",
     ) -> None:
         super().__init__(weight)
         check_at_least(1, queue_size=queue_size)

@@ -13,7 +13,6 @@ from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.types import check_at_least, check_positive, check_share
 
-PositiveMean = Literal["classes", "images"]
 Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 MIN_LENGTH = 1e-12  # below it a vector counts as this long, as in torch's ``normalize``
@@ -46,7 +45,7 @@ class ProxyAnchor(WholeBatchLoss):
         *,
         alpha: float = 32.0,
         margin: float = 0.1,
-        positive_mean: PositiveMean = "classes",
+        positive_mean: Literal["classes", "images"] = "classes",
         init: str = "he_normal",
         init_std: float | None = None,
     ) -> None:

@@ -9,8 +9,6 @@ from dmlbench.losses.cross_batch import solve_gram
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
 
-Penalty = Literal["reconstruction", "dml"]
-
 
 def reconstruction_error(reconstructed: Tensor, pooled: Tensor) -> Tensor:
     """(1/B) sum_i |reconstructed_i - pooled_i|^2 of rows [B, D]."""
@@ -60,7 +58,7 @@ class RecursiveRegularizer(Regularizer):
         *,
         forgetting: float = 0.99,
         ridge: float = 0.05,
-        penalty: Penalty = "reconstruction",
+        penalty: Literal["reconstruction", "dml"] = "reconstruction",
     ) -> None:
         super().__init__(weight)
         check_at_least(1, num_prototypes=num_prototypes, embedding_size=embedding_size)

@@ -9,8 +9,6 @@ from torch.nn.functional import cross_entropy, normalize
 from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.types import check_at_least, check_positive
 
-Init = Literal["normal", "official"]
-
 
 class SoftTriple(WholeBatchLoss):
     """Softmax over soft similarities to classes that have several centers, plus a part that merges centers.
@@ -36,7 +34,7 @@ class SoftTriple(WholeBatchLoss):
         gamma: float = 0.1,
         margin: float = 0.01,
         tau: float = 0.2,
-        init: Init = "normal",
+        init: Literal["normal", "official"] = "normal",
     ) -> None:
         super().__init__()
         check_at_least(1, centers_per_class=centers_per_class)

@@ -18,8 +18,6 @@ from dmlbench.models.net import LevelsHead, LevelsModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.types import ConfigError, ModelOutput
 
-Reliability = Literal["std", "learned"]
-
 
 class AvslHead(LevelsHead):
     """Maps of L levels to rows of 2 L r numbers: unit embeddings, then certainties.
@@ -54,7 +52,7 @@ class AvslHead(LevelsHead):
         top_k: int = 128,
         momentum: float = 0.5,
         inference: Inference = "rectified",
-        reliability: Reliability = "std",
+        reliability: Literal["std", "learned"] = "std",
         variant: Variant = "official",
         map_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:

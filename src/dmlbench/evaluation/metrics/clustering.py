@@ -2,14 +2,12 @@
 
 import importlib.util
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
 from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
@@ -196,7 +194,10 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
     directions, num_directions = np.zeros(rows.shape[1]), 0
     for members in np.split(order, starts[1:]):
         total, squares = np.zeros(rows.shape[1]), 0.0
-        for part in _float64_units(rows, members):
+        for start in range(0, len(members), _CHUNK_ROWS):
+            part = rows[members[start : start + _CHUNK_ROWS]].astype(np.float64)
+            norm = np.sqrt((part * part).sum(axis=1, keepdims=True))
+            part /= np.where(norm == 0, 1.0, norm)  # renormalized in float64; zero rows stay zero
             total += part.sum(axis=0)
             squares += float((part * part).sum())
         length, n = float(np.sqrt(total @ total)), len(members)
@@ -211,11 +212,3 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
         )
     inter = 1 - (float(directions @ directions) - num_directions) / (len(starts) * (len(starts) - 1))
     return float(np.mean(intra)), inter
-
-
-def _float64_units(rows: FloatRows, members: IntArray) -> Iterator[NDArray[np.float64]]:
-    """``rows[members]`` in parts, float64, renormalized in float64 (zero rows stay zero)."""
-    for start in range(0, len(members), _CHUNK_ROWS):
-        part = rows[members[start : start + _CHUNK_ROWS]].astype(np.float64)
-        norm = np.sqrt((part * part).sum(axis=1, keepdims=True))
-        yield part / np.where(norm == 0, 1.0, norm)

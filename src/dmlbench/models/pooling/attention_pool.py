@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling, check_width, start_glorot
+from dmlbench.models.pooling.base import Pooled, WeightedPooling, check_width, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 
@@ -42,7 +42,7 @@ def mean_weights(log_weights: Tensor, *, height: int, width: int) -> Tensor:
     return pixels.logsumexp(dim=1).softmax(dim=1).view(-1, height, width)
 
 
-class AttentionPool(Pooling):
+class AttentionPool(WeightedPooling):
     """Attention pooling by learned queries: u_q = multi-head attention of query q to the pixels, then the projection.
 
     Keys are W_k norm(x_j) + b_k and values W_v norm(x_j) + b_v, with an affine layer norm over channels. The queries
@@ -54,8 +54,6 @@ class AttentionPool(Pooling):
     Source: Lee et al., Set Transformer, 2019, section 3.2 (learned seeds; without their residual and feed-forward
     layers); Yu et al., CoCa, 2022, section 3.2 (one attention layer with learned queries as pooling).
     """
-
-    provides = ("weights",)
 
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
         super().__init__()

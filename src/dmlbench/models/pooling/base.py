@@ -56,6 +56,12 @@ class Pooling(nn.Module):
         return projected_size
 
 
+class WeightedPooling(Pooling):
+    """A pooling whose side output "weights" [B, H, W] is the share of each pixel; rows sum to 1."""
+
+    provides = ("weights",)
+
+
 def check_odd(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1 or size % 2 == 0:

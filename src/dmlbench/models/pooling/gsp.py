@@ -16,7 +16,6 @@ from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, clip_norm, prototype_cost, transport_weights
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
-Weighting = Literal["transported", "residual"]
 Combination = Literal["gmp", "weighted_gmp", "gem"]
 
 
@@ -134,7 +133,7 @@ class Gsp(PrototypePooling):
         iterations: int = 100,
         memory_rows: int = 1024,
         start_step: int = 0,
-        weighting: Weighting = "transported",
+        weighting: Literal["transported", "residual"] = "transported",
         combine: Combination | None = None,
         power: float = 3.0,
         epsilon: float = 1e-6,
