@@ -30,10 +30,10 @@ from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
 from dmlbench.identity import config_sha256, contents, run_sha256
 from dmlbench.losses.objective import Objective, plain_loss
+from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
-from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.models.head import Head
 from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
+from dmlbench.models.projection import Head
 from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger

@@ -20,7 +20,7 @@ from dmlbench.components import (
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
-from dmlbench.models.borrowed_distances import BorrowedDistance
+from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.types import ConfigError, check_file_name, closest
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
@@ -118,7 +118,7 @@ def _check_head(cfg: DictConfig) -> None:
     """The head by itself, and what its distance asks of the rest."""
     head = imported(cfg.head._target_, "head")
     if not hasattr(head, "pools"):
-        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.head.Head)")
+        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.projection.Head)")
     if head.pools and cfg.pooling is not None:
         raise ConfigError(
             f"{cfg.head._target_} pools by itself, in addition to {cfg.pooling._target_}; set pooling=null"

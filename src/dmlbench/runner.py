@@ -19,9 +19,8 @@ from dmlbench.checks import check
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.images.feature_cache import FeatureView
-from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
-from dmlbench.evaluation.evaluate import Evaluation
+from dmlbench.evaluation.evaluate import Evaluation, per_query_table, to_csv
 from dmlbench.experiment import Data, Experiment
 from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.net import MetricModel

@@ -15,8 +15,7 @@ from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
-from dmlbench.evaluation.embeddings.embed import save_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.evaluation.embeddings.embed import read_embeddings, save_embeddings
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, read_result, runs_by_config
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError

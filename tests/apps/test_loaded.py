@@ -27,8 +27,7 @@ from dmlbench.apps.loaded import MANIFEST, PREPROCESSING, WEIGHTS
 from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.components import component
 from dmlbench.config import compose, load_config
-from dmlbench.evaluation.embeddings.embed import load_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
+from dmlbench.evaluation.embeddings.embed import load_embeddings, read_embeddings
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import CONFIG, EMBEDDINGS
 from dmlbench.runner import run

@@ -14,8 +14,7 @@ from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import scan
-from dmlbench.evaluation.search.unit_rows import exact_similarities, hold_unit_rows, unit_rows
-from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import collections, confidence_interval, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
@@ -55,7 +54,7 @@ def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     elif request.param == "numba":
         pytest.importorskip("numba", reason="extra fast")
     else:
-        monkeypatch.setattr(concatenated, "numba_ranking", lambda: None)
+        monkeypatch.setattr(concatenated, "numba_rank", lambda: None)
     return str(request.param)
 
 
@@ -122,8 +121,8 @@ def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkey
     metrics = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map")
     spec = EvaluationSpec((1, 5), metrics=metrics)
     found = []
-    for ranking, on_host in ((concatenated.numba_ranking, True), (lambda: None, True), (lambda: None, False)):
-        monkeypatch.setattr(concatenated, "numba_ranking", ranking)
+    for ranking, on_host in ((concatenated.numba_rank, True), (lambda: None, True), (lambda: None, False)):
+        monkeypatch.setattr(concatenated, "numba_rank", ranking)
         monkeypatch.setattr(scan, "tiles_on_host", lambda device, on_host=on_host: on_host)
         for members, galleries in (
             (runs(size=90, offset=offset), None),

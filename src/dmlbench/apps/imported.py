@@ -13,10 +13,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.components import component
-from dmlbench.evaluation.analysis import per_query_table, to_csv
-from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
-from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings, save_embeddings
+from dmlbench.evaluation.evaluate import evaluate, per_query_table, to_csv
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.results import store

@@ -14,17 +14,17 @@ from dmlbench.apps.embed_folder import OWN_DISTANCE
 from dmlbench.apps.loaded import load
 from dmlbench.apps.trained import distance_of_run, load_run, table_of_run
 from dmlbench.components import component
-from dmlbench.evaluation.analysis import (
+from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings, read_embeddings
+from dmlbench.evaluation.evaluate import (
+    Evaluation,
     HardQuery,
     check_hardest,
+    evaluate,
     hardest_queries,
     per_class_table,
     per_query_table,
     to_csv,
 )
-from dmlbench.evaluation.embeddings.embed import StoredEmbeddings, load_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
 from dmlbench.evaluation.metrics.table import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import DEGENERATE, cautions

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from dmlbench.evaluation.analysis import HardQuery
+    from dmlbench.evaluation.evaluate import HardQuery
     from dmlbench.types import ImageTable
 
 

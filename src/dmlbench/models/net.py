@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.diml import cells_of
-from dmlbench.models.head import Head
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.projection import Projection
+from dmlbench.models.projection import Head, Projection
 from dmlbench.types import ConfigError, ModelOutput
 
 NamedGroups = dict[str, list[tuple[str, nn.Parameter]]]

@@ -19,9 +19,9 @@ from dmlbench.apps.pictures import plt
 from dmlbench.evaluation.evaluate import evaluate_arrays
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
-from dmlbench.losses.ridge import ridge_predict
+from dmlbench.losses.cross_batch import ridge_predict
 from dmlbench.models.net import PooledModel
-from dmlbench.models.pooling.prototypes import greedy_k_center
+from dmlbench.models.pooling.gsp import greedy_k_center
 from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
 from dmlbench.studies.trained import (
     Described,

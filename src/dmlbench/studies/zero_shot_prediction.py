@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt
-from dmlbench.losses.ridge import ridge_predict
+from dmlbench.losses.cross_batch import ridge_predict
 from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, spread
 from dmlbench.studies.trained import (
     describe,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.evaluation.search.nearest import nearest
+from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.runtime import generator
 from dmlbench.types import EmbeddingSet, IntArray

@@ -10,7 +10,7 @@ from dmlbench.apps.tables import ConfigSummary
 from dmlbench.apps.trained import distance_of_run
 from dmlbench.data.images.pixels import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
-from dmlbench.evaluation.search import nearest as search
+from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import generator
 from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors
@@ -72,7 +72,7 @@ def _nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[Embeddi
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
     some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
     count = min(count, len(searched) - 1)
-    return some, searched, search.nearest(some, searched, count, distance=distance_of_run(first_run(config)))
+    return some, searched, nearest(some, searched, count, distance=distance_of_run(first_run(config)))
 
 
 def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
