@@ -1,4 +1,4 @@
-"""Models that studies train as runs: their test scores, and the prototypes that their test images use."""
+"""Models that studies train as runs, and the prototypes that their test images use."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,9 @@ from dmlbench.apps.trained import load_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
-from dmlbench.results.store import read_result
 from dmlbench.runner import run
-from dmlbench.studies.record import Float, Parts, spread
+from dmlbench.studies.record import Float, Parts
 from dmlbench.types import ConfigError, IntArray
-
-Scores = dict[str, list[float]]
-"""By metric, a value for each run."""
 
 _GAP = 2
 """White pixels around each image."""
@@ -53,52 +49,6 @@ def trained_setup(cfg: DictConfig, overrides: Sequence[str], parts: Parts) -> Se
     setup = load_run(run_of(cfg, overrides), {}, device=cfg.device)
     parts.bind(data=setup.data.table.fingerprint)
     return setup
-
-
-# Test scores over the values of a pooling
-
-
-def scores_of(configs: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts) -> dict[str, Scores]:
-    """Test scores over ``cfg.folds`` and ``cfg.repeats`` of configs, given as overrides by name."""
-    names = {
-        f"{config}, fold {fold}, repeat {repeat}": (config, f"fold={fold}", f"repeat={repeat}")
-        for config in configs
-        for fold in cfg.folds
-        for repeat in range(cfg.repeats)
-    }
-
-    def compute(name: str) -> dict[str, float]:
-        config, *where = names[name]
-        result: dict[str, Any] = read_result(run_of(cfg, [*configs[config], *where]))
-        parts.bind(data=result["dataset_fingerprint"])
-        return {metric: result["metrics"]["test"][metric] for metric in ("p_at_1", "map_at_r")}
-
-    found = parts.get(list(names), compute, describe="runs")
-    return {
-        config: {
-            metric: [found[name][metric] for name, (of, *_) in names.items() if of == config]
-            for metric in ("p_at_1", "map_at_r")
-        }
-        for config in configs
-    }
-
-
-def score_rows(found: Mapping[str, Scores]) -> tuple[tuple[str, ...], ...]:
-    """Name, MAP@R and P@1 of each config, as printed."""
-    return tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
-
-
-def mean(scores: Scores) -> float:
-    """Mean MAP@R in percent."""
-    return 100 * float(np.mean(scores["map_at_r"]))
-
-
-def notes_on_runs(cfg: DictConfig) -> tuple[str, ...]:
-    return (
-        f"runs: {trained_by(cfg)}",
-        f"test scores of folds {', '.join(map(str, cfg.folds))}, {cfg.repeats} repeats each; mean ± population "
-        "deviation over these runs, which share their seeds from row to row",
-    )
 
 
 # Test images and the prototypes that they use
@@ -193,11 +143,6 @@ def prototypes_by_class(setup: Setup, described: Described, *, images: int) -> d
             "weights": [[[round(w, 6) for w in row] for row in one] for one in contributions.tolist()],
         },
     }
-
-
-def side_by_side(figure: Figure, widths: Sequence[float]) -> list[SubFigure]:
-    parts: Any = figure.subfigures(1, len(widths), width_ratios=list(widths), squeeze=False)
-    return list(parts[0])
 
 
 def draw_by_class(figure: Figure | SubFigure, found: Mapping[str, Any], title: str) -> None:
