@@ -44,6 +44,8 @@ from dmlbench.types import ConfigError, ImageTable, IntArray, flatten
 _CACHE_BATCH = 64
 """Images that a feature cache is built from at once; another number would move features by rounding."""
 
+_OF_RECIPE = ("name", "side", "overridden", "deviations")
+
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
     """Length, selection and numerics of the training; with a ``plan``, of the plan's length and without selection."""
@@ -430,17 +432,22 @@ def make_experiment(
     optimizer, schedule = build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    variants = {key: value for key, value in flatten(settings).items() if key.endswith(".variant")}
     identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    provenance = {
+        "config_sha256": config_sha256(cfg),
+        **{key: cfg[key] for key in ("fold", "repeat", "base_seed")},
+        "seed": seed,
+        "run_sha256": identity,
+    }
+    if_any = {
+        "recipe": {key: recipe[key] for key in _OF_RECIPE if key in recipe},
+        "variants": {key: value for key, value in flatten(settings).items() if key.endswith(".variant")},
+        "weights_sha256": content.get("backbone.weights_file"),
+        "code_sha256": {key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
+    }
     return Experiment(
         setup=setup,
         protocol=component(cfg.protocol),
-        fold=cfg.fold,
-        repeat=cfg.repeat,
-        base_seed=cfg.base_seed,
-        seed=seed,
-        config_sha256=config_sha256(cfg),
-        run_sha256=identity,
         plan=plan,
         batches=build_train_batches(
             cfg, setup.data, opened[0], seed=seed, device=device, second_views=objective.key_momentum is not None
@@ -449,12 +456,8 @@ def make_experiment(
         optimizer=optimizer,
         schedule=schedule,
         loggers=build_loggers(cfg, run_dir, identity, configuration),
-        num_classes=cfg.runtime.num_classes,
         image_size=tuple(cfg.runtime.image_size),
         steps_per_epoch=cfg.runtime.steps_per_epoch,
-        weights_sha256=content.get("backbone.weights_file"),
-        code_sha256={key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
-        recipe=recipe,
-        variants=variants,
+        provenance=provenance | {key: value for key, value in if_any.items() if value},
         configuration=configuration,
     )

@@ -179,38 +179,24 @@ class Experiment:
     """A run's setup and training.
 
     Attributes:
-        seed: hash of base seed, fold and repeat.
         plan: of stage 1, which this training follows, or None.
         batches: endless training batches.
-        num_classes: classes to train on.
         image_size: height and width of training images.
         steps_per_epoch: optimizer steps of the sampler's epoch.
-        weights_sha256: of ``backbone.weights_file``, or None.
-        code_sha256: of files with user code, by name.
-        recipe: ``runtime.recipe``; empty without one.
-        variants: values of all keys ``variant``, which choose between a paper and its public code.
+        provenance: of the configuration in ``result.json``: coordinates, seeds, hashes, recipe, values of all keys
+            ``variant`` (which choose between a paper and its public code), SHA-256 of weights and user code.
         configuration: the resolved configuration as YAML.
     """
 
     setup: Setup
     protocol: Protocol
-    fold: int
-    repeat: int
-    base_seed: int
-    seed: int
-    config_sha256: str
-    run_sha256: str
     plan: Plan | None
     batches: TrainBatches
     objective: Objective
     optimizer: Optimizer
     schedule: Any
     loggers: list[Logger]
-    num_classes: int
     image_size: tuple[int, int]
     steps_per_epoch: int
-    weights_sha256: str | None
-    code_sha256: dict[str, str]
-    recipe: dict[str, Any]
-    variants: dict[str, str]
+    provenance: dict[str, Any]
     configuration: str

@@ -44,8 +44,6 @@ from dmlbench.types import Pruned, RunError, RunInUse
 
 log = logging.getLogger(__name__)
 
-_OF_RECIPE = ("name", "side", "overridden", "deviations")
-
 
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     """Train and test a composed configuration; returns the run directory.
@@ -80,7 +78,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
         return run_dir
-    with store.locked(run_dir), _stop_signal() as stop:
+    with store.locked(run_dir), StopSignal().installed() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
             return run_dir
         (run_dir / store.ERROR).unlink(missing_ok=True)
@@ -125,15 +123,6 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     return plan
 
 
-@contextlib.contextmanager
-def _stop_signal() -> Any:
-    stop = StopSignal().install()
-    try:
-        yield stop
-    finally:
-        stop.uninstall()
-
-
 def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     if not is_complete(cfg, run_dir):
         return False
@@ -173,9 +162,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     rates = (group["lr"] for group in experiment.optimizer.param_groups)
     first_rate = next((rate for rate in rates if rate > 0), 0.0)
     atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
-    log.info(
-        "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), experiment.num_classes
-    )
+    images, classes = len(data.split.train), int(data.class_index.max()) + 1
+    log.info("%s on %s: %d training images of %d classes", run_dir, device, images, classes)
     for note in data.table.notes:
         log.warning("%s is not as published: %s", data.table.name, note)
     if device.type == "cuda":
@@ -268,22 +256,24 @@ def _result(
 ) -> dict[str, Any]:  # fmt: skip
     setup, protocol = experiment.setup, experiment.protocol
     table, split = setup.data.table, setup.data.split
+    if_any = {
+        "data_notes": table.notes,
+        "facts": dict(split.facts),
+        "rerank": setup.rerank.description if test and setup.rerank is not None else None,
+        "n_query_published": _published_queries(setup.data),
+        "kmeans": test and test.kmeans,
+        "degenerate": test and test.degenerate,
+    }
     return {
         "config_id": config,
-        "config_sha256": experiment.config_sha256,
         "dataset": table.name,
         "dataset_fingerprint": table.fingerprint,
-        **({"data_notes": list(table.notes)} if table.notes else {}),
         "protocol": protocol.name,
         "aggregation": protocol.aggregation,
         "num_folds": protocol.num_folds,
         "num_repeats": protocol.num_repeats,
-        **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "run_sha256")},
+        **experiment.provenance,
         "choices": setup.choices,
-        **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
-        **({"variants": experiment.variants} if experiment.variants else {}),
-        **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
-        **({"code_sha256": experiment.code_sha256} if experiment.code_sha256 else {}),
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),
@@ -293,16 +283,10 @@ def _result(
         "stop_reason": progress.stop_reason,
         "monitor": setup.settings.monitor,
         "val_is_test": split.val_is_test,
-        **({"facts": dict(split.facts)} if split.facts else {}),
         "search": test.search if test else setup.spec.search,
-        **({"rerank": setup.rerank.description} if test and setup.rerank is not None else {}),
         "metrics": scores,
-        "n_query": test.n_query if test else 0,
-        **_published_queries(setup.data),
-        "n_gallery": test.n_gallery if test else 0,
-        "n_skipped_queries": test.n_skipped_queries if test else 0,
-        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
-        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
+        **{key: getattr(test, key) if test else 0 for key in ("n_query", "n_gallery", "n_skipped_queries")},
+        **{key: value for key, value in if_any.items() if value},
         "pooling_started": setup.model.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),
@@ -315,22 +299,21 @@ def _training(experiment: Experiment) -> dict[str, Any]:
     """What of the network trained, and on which images."""
     setup = experiment.setup
     groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
-    views = setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None
     return {
         "frozen_until": setup.model.backbone.frozen_until,
         "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
         "image_size": list(experiment.image_size),
-        "views": views,
+        "views": setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None,
     }
 
 
-def _published_queries(data: Data) -> dict[str, int]:
+def _published_queries(data: Data) -> int | None:
     """How many queries the published test half has, where this one stands for it and has others."""
     published, test = data.table.published_queries, data.split.test
     if published is None or test is None or published == len(test.query):
-        return {}
+        return None
     stands_for_it = np.array_equal(test.query, np.flatnonzero(np.isin(data.table.role, ("test", "query"))))
-    return {"n_query_published": published} if stands_for_it else {}
+    return published if stands_for_it else None
 
 
 def _tidy(run_dir: Path, keep: str) -> None:

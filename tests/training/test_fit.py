@@ -324,12 +324,8 @@ def test_sigterm_saves_the_step_it_was_in_and_exits_with_its_own_code(tmp_path) 
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().__next__()
 
-    stop = StopSignal().install()
-    try:
-        with pytest.raises(Preempted) as info:
-            _train(tmp_path, batches=Terminating(), stop=stop)
-    finally:
-        stop.uninstall()
+    with StopSignal().installed() as stop, pytest.raises(Preempted) as info:
+        _train(tmp_path, batches=Terminating(), stop=stop)
     assert info.value.code == EXIT_PREEMPTED
     saved = torch.load(tmp_path / LAST, weights_only=True)
     assert saved["progress"]["step"] == 7
