@@ -9,23 +9,14 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.build import asks_for_map_size, build_distance, build_rerank
-from dmlbench.components import (
-    check_components,
-    check_periods,
-    component,
-    declared,
-    imported,
-    parameters_of,
-)  # fmt: skip
+from dmlbench.components import check_components, check_periods, component, declared, imported, parameters_of
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.types import ConfigError, check_file_name, closest
+from dmlbench.types import ConfigError, check_file_name, closest, nodes
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
-
-
 _COMPONENTS = ("dataset.table", "protocol", "backbone", "pooling", "head", "loss", "miner", "sampler", "rerank")
 
 
@@ -96,22 +87,14 @@ def check_values(cfg: DictConfig) -> None:
     if container["fit"]["max_steps"] != 0:
         check_periods(container["schedule"], "schedule")
     for group in ("loss", "miner"):
-        _check_distances(container[group], group)
+        for path, node in nodes(container[group], group):
+            if isinstance(node, dict) and str(node.get("_target_")).startswith("pytorch_metric_learning.distances."):
+                for key in ("p", "power"):  # others than positive ones would turn near into far
+                    if isinstance(value := node.get(key, 1), int | float) and value <= 0:
+                        raise ConfigError(f"{path}.{key} ({value}) must be positive")
     protocol.check_fold(cfg.fold)
     if cfg.repeat < 0:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
-
-
-def _check_distances(node: Any, path: str) -> None:
-    """Insist on positive exponents of PML's distances: others would turn near into far."""
-    if not isinstance(node, dict):
-        return
-    if str(node.get("_target_", "")).startswith("pytorch_metric_learning.distances."):
-        for key in ("p", "power"):
-            if isinstance(value := node.get(key, 1), int | float) and value <= 0:
-                raise ConfigError(f"{path}.{key} ({value}) must be positive")
-    for key, value in node.items():
-        _check_distances(value, f"{path}.{key}")
 
 
 def _check_head(cfg: DictConfig) -> None:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.components import component
 from dmlbench.results import store
 from dmlbench.runtime import cached_sha256
-from dmlbench.types import DataError, RunError, flatten
+from dmlbench.types import DataError, RunError, flatten, leaves
 
 log = logging.getLogger(__name__)
 
@@ -174,18 +174,6 @@ def changed_code(cfg: DictConfig, result: Mapping[str, Any]) -> list[str]:
     now = contents({key: plain.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
     then = result.get("code_sha256") or {}
     return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of dicts and lists by their key, such as ``schedule.schedulers[0]._target_``."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from leaves(value, f"{prefix}[{i}]")
-    else:
-        yield prefix, node
 
 
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:

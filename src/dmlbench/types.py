@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -290,11 +290,22 @@ def require_file(path: str | os.PathLike[str]) -> None:
         raise RunError(f"{path} is {what}, not a file. Remove it.")
 
 
+def nodes(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """A node of a configuration and all nodes within, by their key, such as ``schedule.schedulers[0]._target_``."""
+    yield path, node
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from nodes(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
+    elif isinstance(node, list) and of_lists:
+        for i, value in enumerate(node):
+            yield from nodes(value, f"{path}[{i}]")
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of dicts and lists by their key."""
+    return ((place, value) for place, value in nodes(node, path) if not isinstance(value, dict | list))
+
+
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
-    if not isinstance(node, dict):
-        return {prefix: node}
-    result: dict[str, Any] = {}
-    for key, value in node.items():
-        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return result
+    return {path: value for path, value in nodes(node, prefix, of_lists=False) if not isinstance(value, dict)}
