@@ -48,9 +48,9 @@ class Setup:
     Attributes:
         images: what batches for evaluation read: opened for ``transform``, or features of the cache.
         open_images: opens the images themselves.
-        rerank: distance that reranks the first neighbors of the test, or None.
+        rerank: distance that reranks the first neighbors of the test.
         choices: the chosen option of each group.
-        eval_batch_size: images embedded at once; another number moves embeddings by about 1e-6.
+        eval_batch_size: another number moves embeddings by about 1e-6.
         num_workers: processes that read ahead; None: the loader decides.
     """
 

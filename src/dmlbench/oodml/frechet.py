@@ -1,7 +1,7 @@
 """The Fréchet distance of Gaussians fitted to two sets of features."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import scipy.linalg
@@ -11,7 +11,7 @@ from dmlbench.types import DataError, check_choice
 
 Float = NDArray[np.float64]
 Variant = Literal["exact_eig", "oodml", "pytorch_fid"]
-VARIANTS = ("exact_eig", "oodml", "pytorch_fid")
+VARIANTS = get_args(Variant)
 
 _OODML_RIDGE = 1e-8
 _PYTORCH_FID_RIDGE = 1e-6
@@ -64,9 +64,7 @@ def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False)
 
 
 def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
-    """Squared Fréchet distance between the Gaussians fitted to two sets of features, in float64.
-
-    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S of any rank.
+    """Squared Fréchet distance between Gaussians with the mean and unbiased covariance of two sets of features.
 
     Args:
         a: [n, d] features of images, or class means; n >= 2.

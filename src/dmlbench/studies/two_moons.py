@@ -75,15 +75,16 @@ def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
     """Accuracies and boundary lengths of all seeds at one temperature, and the weights of the first seed."""
     points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
     fresh = moons(_FRESH, noise=cfg.noise, seed=cfg.data_seed + 1)
-    found: dict[str, Any] = {"train": [], "fresh": [], "length": [], "weights": None}
-    for seed in range(cfg.seed, cfg.seed + cfg.repeats):
-        net = train(points, labels, temperature=temperature, hidden=cfg.hidden, steps=cfg.steps, lr=cfg.lr, seed=seed)
-        found["train"].append(accuracy(net, points, labels))
-        found["fresh"].append(accuracy(net, *fresh))
-        found["length"].append(boundary_length(*margin_on_grid(net)))
-        if found["weights"] is None:
-            found["weights"] = {name: value.tolist() for name, value in net.state_dict().items()}
-    return found
+    nets = [
+        train(points, labels, temperature=temperature, hidden=cfg.hidden, steps=cfg.steps, lr=cfg.lr, seed=seed)
+        for seed in range(cfg.seed, cfg.seed + cfg.repeats)
+    ]
+    return {
+        "train": [accuracy(net, points, labels) for net in nets],
+        "fresh": [accuracy(net, *fresh) for net in nets],
+        "length": [boundary_length(*margin_on_grid(net)) for net in nets],
+        "weights": {name: value.tolist() for name, value in nets[0].state_dict().items()},
+    }
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
@@ -142,7 +143,6 @@ def _figure(found: dict[str, Any], cfg: DictConfig, title: str) -> Figure:
         for label, color in ((0, "darkred"), (1, "navy")):
             axes.scatter(*points[labels == label].T, s=4, color=color, linewidths=0)
         axes.set_title(f"{name}: {100 * one['train'][0]:.1f} % of the samples", fontsize=9)
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
     figure.suptitle(f"{title}: probabilities (color) and boundary (black)", fontsize=9)
     return figure

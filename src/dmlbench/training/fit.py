@@ -39,7 +39,7 @@ from dmlbench.training.optim import (
     step_schedule,
 )
 from dmlbench.training.signals import StopSignal
-from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_choice, closest
+from dmlbench.types import Batch, ConfigError, Pruned, RunError, closest
 
 log = logging.getLogger(__name__)
 
@@ -64,26 +64,24 @@ class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
 
     Attributes:
-        max_steps: upper limit; 0 leaves the model untrained.
-        validate_every: steps between validations; the last step is always followed by one.
+        max_steps: 0 leaves the model untrained.
+        validate_every: the last step is always followed by a validation, too.
         patience: validations without improvement after which training stops; None never stops early.
         min_improvement: by how much a score must exceed the best one to count as better.
         collapse_ratio: in (0, 1); training stops at a score of at most this share of the best one; None never does.
-        monitor: name of the validation score that is maximized.
+        monitor: validation score that is maximized.
         warmup_frozen: groups that rest in the first ``warmup_steps``, see ``training.optim``.
         reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``.
-        warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
-        warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
-        accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
-        forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
-        clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
-        clip_form: "plain" or "decayed", see ``training.optim.clip_gradients``.
-        precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
-        compile: whether training passes use ``torch.compile``. Weights move by rounding; evaluation is not compiled.
-        checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
+        warmup_schedule: of the learning rate, during the warm-up.
+        warmup_batch_norm: running statistics of frozen parts in the warm-up.
+        accumulate, forward_batch: see ``training.large_batch``.
+        clip_norm, clip_value, clip_form: see ``training.optim.clip_gradients``.
+        precision: bf16 is autocast of the network; losses and distances stay float32.
+        compile: training passes use ``torch.compile``. Weights move by rounding; evaluation is not compiled.
+        checkpoint_every: steps between checkpoints, on top of those at validations.
         log_every: steps between logged training losses. A GPU is waited for as often, so a loss that is not finite
             stops the training at most so many steps later.
-        keep: which checkpoints stay when the run is complete.
+        keep: checkpoints of the complete run.
     """
 
     max_steps: int
@@ -119,8 +117,6 @@ class FitSettings:
             raise ConfigError(f"fit.min_improvement: got {self.min_improvement}, expected at least 0.")
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
-        check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
-        check_choice("fit.warmup_batch_norm", self.warmup_batch_norm, ("frozen", "updated"))
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -199,10 +195,9 @@ def fit(
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:
         parts_of_state["schedule"] = schedule
-    momentum: float | None = getattr(objective, "key_momentum", None)
-    momentum_encoder = None if momentum is None else MomentumEncoder(model, momentum)
-    if momentum_encoder is not None:
-        parts_of_state["momentum_encoder"] = momentum_encoder
+    momentum_encoder = None
+    if (momentum := getattr(objective, "key_momentum", None)) is not None:
+        momentum_encoder = parts_of_state["momentum_encoder"] = MomentumEncoder(model, momentum)
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     monitor = _Monitor(run_dir, settings, loggers, device, optimizer, resume_step=state.step)
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
@@ -275,14 +270,10 @@ def fit(
         state.stop_reason = "untrained"
         _save_best(run_dir, state, {"model": model.state_dict(), "objective": objective.state_dict()})
     elif state.best_step:
-        _load_best(run_dir, model, objective)
+        best = load_checkpoint(run_dir / BEST)
+        model.load_state_dict(best["model"])
+        objective.load_state_dict(best["objective"])
     return state
-
-
-def _load_best(run_dir: Path, model: MetricModel, objective: nn.Module) -> None:
-    best = load_checkpoint(run_dir / BEST)
-    model.load_state_dict(best["model"])
-    objective.load_state_dict(best["objective"])
 
 
 def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: torch.device) -> Callable[[Tensor], Any]:

@@ -30,8 +30,7 @@ class OptimizerSettings:
         weight_decay: as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
         decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
         decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
-        without_decay: groups of which nothing decays.
-        lr_multipliers: factor on ``lr`` per group, 1 by default.
+        lr_multipliers: factor on ``lr`` per group.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -76,7 +75,6 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay".
 
     Args:
-        settings: learning rates and weight decay.
         modules: own all parameters; their normalization layers are found among their submodules.
     """
     for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):

@@ -65,7 +65,7 @@ class Search:
         runs: overrides of each run of a trial; the trial's score is the mean over them.
         trials: number, including pruned and failed ones.
         startup_trials: drawn at random before TPE begins.
-        pruner: ``startup_trials`` and ``warmup_steps`` of the median rule; None prunes nothing.
+        pruner: of the median rule; None prunes nothing.
     """
 
     name: str
@@ -109,7 +109,6 @@ class Outcome:
         number: from 0.
         state: "complete", "pruned", "failed" or "running".
         score: mean validation score of its runs; of a pruned trial the best so far.
-        steps: optimizer steps of its runs.
         runs: run directories, relative to the output folder.
         note: why it failed.
     """
