@@ -1,12 +1,12 @@
 """Build the objects of a run from its composed configuration."""
 
 import copy
-import dataclasses
 import functools
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings
     # The best step of stage 1 may lie within its warm-up; one step of the whole network is trained all the same.
     warmup_steps = min(settings.warmup_steps, max(0, steps - 1))
     # A plan's rates count the steps of the warm-up.
-    return dataclasses.replace(
+    return replace(
         settings, max_steps=steps, patience=None, collapse_ratio=None, warmup_steps=warmup_steps, warmup_schedule="runs"
     )
 
@@ -193,7 +193,7 @@ def use_feature_cache(
         "weights": digest.hexdigest(),
         "pooling": OmegaConf.to_container(cfg.pooling, resolve=True) if settings.level == "pooled" else None,
         "transform": OmegaConf.to_container(cfg.transform, resolve=True),
-        "feature_cache": dataclasses.asdict(settings),
+        "feature_cache": asdict(settings),
         "precision": precision,
         "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),
     }
@@ -357,22 +357,26 @@ def make_setup(
     cfg: DictConfig,
     device: torch.device,
     *,
-    before_model: Callable[[Data, Callable[[Any], Images]], None] = lambda data, open_images: None,
+    seed: int | None = None,
+    check_data: Callable[[ImageTable], None] = lambda table: None,
     check: Callable[[], None] = lambda: None,
 ) -> Setup:
     """Build a ``Setup`` with initial weights, and set ``cfg.runtime``.
 
     Args:
         cfg: a checked configuration.
-        device: of the model.
-        before_model: called with the data and the opener of images, before anything random happens.
+        seed: of the initial weights, for a training: its images are opened, too; None leaves the random state.
+        check_data: called before the model is built.
         check: called now and then while images are prepared; what it raises ends that.
     """
     data = build_data(cfg)
     open_images = image_opener(cfg, data.table, device, check=check)
-    if cfg.feature_cache is None:
-        open_images(cfg.transform.eval)  # an image cache that has to be filled must not move the initial weights
-    before_model(data, open_images)
+    if cfg.feature_cache is None:  # an image cache that has to be filled must not move the initial weights
+        for part in ("eval",) if seed is None else ("eval", "train"):
+            open_images(cfg.transform[part])
+    check_data(data.table)
+    if seed is not None:
+        seed_everything(seed)
     model = build_model(cfg)
     rerank = build_rerank(cfg, model)
     settings = component(cfg.fit)
@@ -382,7 +386,7 @@ def make_setup(
     return Setup(
         data=data,
         images=open_images(cfg.transform.eval) if cache is None else FeatureView(cache, random=False),
-        open_images=functools.partial(open_images, cfg.transform.eval),
+        open_images=lambda part: open_images(cfg.transform[part]),
         transform=component(cfg.transform.eval),
         model=model,
         rerank=rerank,
@@ -408,27 +412,18 @@ def make_experiment(
     Args:
         cfg: a checked configuration.
         run_dir: where loggers write.
-        device: of the model.
         plan: replaces the training's length and schedule.
-        check: called now and then while images are prepared; what it raises ends that.
+        check: as in ``make_setup``.
     """
     cfg = copy.deepcopy(cfg)
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
-    opened: list[Inputs] = []
-
-    def before_model(data: Data, open_images: Callable[[Any], Images]) -> None:
-        if cfg.feature_cache is None:
-            opened.append(open_images(cfg.transform.train))
-        seed_everything(seed)
-
-    setup = make_setup(cfg, device, before_model=before_model, check=check)
-    if isinstance(setup.images, FeatureView):
-        opened.append(dataclasses.replace(setup.images, random=True))
+    setup = make_setup(cfg, device, seed=seed, check=check)
+    images = setup.images
+    images = replace(images, random=True) if isinstance(images, FeatureView) else setup.open_images("train")
     objective = build_objective(cfg, setup.model).to(device)
     objective.check_labels(setup.data.class_index[setup.data.table.labels[setup.data.split.train]])
-    setup = dataclasses.replace(setup, settings=build_fit_settings(cfg, plan))
     optimizer, schedule = build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -446,11 +441,11 @@ def make_experiment(
         "code_sha256": {key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
     }
     return Experiment(
-        setup=setup,
+        setup=replace(setup, settings=build_fit_settings(cfg, plan)),
         protocol=component(cfg.protocol),
         plan=plan,
         batches=build_train_batches(
-            cfg, setup.data, opened[0], seed=seed, device=device, second_views=objective.key_momentum is not None
+            cfg, setup.data, images, seed=seed, device=device, second_views=objective.key_momentum is not None
         ),
         objective=objective,
         optimizer=optimizer,

@@ -47,7 +47,7 @@ class Setup:
 
     Attributes:
         images: what batches for evaluation read: opened for ``transform``, or features of the cache.
-        open_images: opens the images themselves.
+        open_images: opens the images themselves for the transform "train" or "eval".
         rerank: distance that reranks the first neighbors of the test.
         choices: the chosen option of each group.
         eval_batch_size: another number moves embeddings by about 1e-6.
@@ -56,7 +56,7 @@ class Setup:
 
     data: Data
     images: Images | FeatureView
-    open_images: Callable[[], Images]
+    open_images: Callable[[str], Images]
     transform: Transform
     model: MetricModel
     rerank: BaseDistance | None
@@ -119,7 +119,7 @@ class Setup:
         """A few queries of the sets and the images nearest to them, as evaluation sees them: [H, W, 3]."""
 
         def images(rows: IntArray) -> NDArray[np.uint8]:
-            batches = replace(self, num_workers=0, images=self.open_images()).batches(rows)
+            batches = replace(self, num_workers=0, images=self.open_images("eval")).batches(rows)
             return torch.cat([batch.images.cpu() for batch in batches]).permute(0, 2, 3, 1).numpy()
 
         found = nearest_images(queries, gallery, distance=self.model.distance, tile_bytes=self.spec.tile_bytes)

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,11 @@ def accumulate_gradients(
     batch.
 
     Args:
-        model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for
-            the log, or None.
+        model: ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for the
+            log, or None.
         forward: the model in the precision and memory format of the training.
         keys: embeds second views, without changes and random numbers; None where the objective wants none.
-        forward_batch: images per forward pass, at least 1; None takes a batch at once.
+        forward_batch: images per forward pass; None takes a batch at once.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
     section 3.2.
@@ -49,38 +49,28 @@ def accumulate_gradients(
     values: list[BatchValues] = []
     for _ in range(accumulate):
         batch = next_batch()
-        images, labels = batch.images, batch.labels
-        parts = 1 if forward_batch is None else math.ceil(len(images) / forward_batch)
+        parts = 1 if forward_batch is None else math.ceil(len(batch.images) / forward_batch)
         side: dict[str, Tensor] = {}
         if keys is not None:
             assert batch.second_views is not None  # as the objective wants keys, the batches were made with them
             side["keys"] = torch.cat([keys(part) for part in batch.second_views.tensor_split(parts)])
+
+        def backward(output: ModelOutput, batch: Batch = batch, side: dict[str, Tensor] = side) -> None:
+            noted = model.observe(output, step=step) or {}
+            losses = objective(ModelOutput(output.embedding, {**output.side, **side}), batch.labels, step=step)
+            (losses["loss"] / accumulate).backward()
+            values.append(BatchValues({name: value.detach() for name, value in losses.items()}, noted))
+
         if parts == 1:
-            values.append(_backward(model, objective, forward(images), side, labels, step=step, accumulate=accumulate))
+            backward(forward(batch.images))
         else:
-            values.append(
-                _backward_in_parts(
-                    model, objective, images.tensor_split(parts), side, labels, step=step, accumulate=accumulate,
-                    forward=forward,
-                )
-            )  # fmt: skip
+            _backward_in_parts(model, batch.images.tensor_split(parts), forward, backward)
     return values
 
 
-def _backward(
-    model: MetricModel, objective: nn.Module, output: ModelOutput, side: Mapping[str, Tensor], labels: Tensor, *,
-    step: int, accumulate: int,
-) -> BatchValues:  # fmt: skip
-    noted = model.observe(output, step=step) or {}
-    losses = objective(ModelOutput(output.embedding, {**output.side, **side}), labels, step=step)
-    (losses["loss"] / accumulate).backward()
-    return BatchValues({name: value.detach() for name, value in losses.items()}, noted)
-
-
 def _backward_in_parts(
-    model: MetricModel, objective: nn.Module, parts: Sequence[Tensor], side: Mapping[str, Tensor], labels: Tensor, *,
-    step: int, accumulate: int, forward: Forward,
-) -> BatchValues:  # fmt: skip
+    model: MetricModel, parts: Sequence[Tensor], forward: Forward, backward: Callable[[ModelOutput], None]
+) -> None:
     outputs: list[ModelOutput] = []
     draws: list[dict[str, Any]] = []
     with torch.no_grad():
@@ -90,7 +80,7 @@ def _backward_in_parts(
     whole = _joined(outputs, [len(images) for images in parts])
     # A pooling whose prototypes start in this step must pool once more as it did when the loss was taken.
     before = copy.deepcopy(model.observer.state_dict())
-    values = _backward(model, objective, whole, side, labels, step=step, accumulate=accumulate)
+    backward(whole)
     after, draws_after = copy.deepcopy(model.observer.state_dict()), random_state()
     model.observer.load_state_dict(before)
     gradients = [None if x.grad is None else x.grad.tensor_split(len(parts)) for x in _tensors(whole)]
@@ -102,7 +92,6 @@ def _backward_in_parts(
             torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
     model.observer.load_state_dict(after)
     restore_random_state(draws_after)
-    return values
 
 
 def _tensors(output: ModelOutput) -> list[Tensor]:
