@@ -39,7 +39,7 @@ from dmlbench.training.optim import (
     step_schedule,
 )
 from dmlbench.training.signals import StopSignal
-from dmlbench.types import Batch, ConfigError, Pruned, RunError, closest
+from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_at_least, check_positive, closest
 
 log = logging.getLogger(__name__)
 
@@ -108,19 +108,13 @@ class FitSettings:
     keep: Literal["best", "last", "both", "none"] = "best"
 
     def __post_init__(self) -> None:
-        positive = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
-        for name in ("max_steps", "warmup_steps", *positive):
-            value, limit = getattr(self, name), int(name in positive)
-            if value is not None and value < limit:
-                raise ConfigError(f"fit.{name}: got {value}, expected at least {limit}.")
-        if not self.min_improvement >= 0:
-            raise ConfigError(f"fit.min_improvement: got {self.min_improvement}, expected at least 0.")
+        counts = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
+        numbers = ("max_steps", "warmup_steps", "min_improvement")
+        check_at_least(0, **{f"fit.{name}": getattr(self, name) for name in numbers})
+        check_at_least(1, **{f"fit.{name}": getattr(self, name) for name in counts})
+        check_positive(**{f"fit.{name}": getattr(self, name) for name in ("clip_norm", "clip_value")})
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
             raise ConfigError(f"fit.warmup_steps: got {self.warmup_steps}, expected below max_steps={self.max_steps}.")
         for name in self.warmup_frozen:
