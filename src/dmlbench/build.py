@@ -25,6 +25,7 @@ from dmlbench.data.images.image_cache import cached_images, stamp_of
 from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
+from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
@@ -39,7 +40,7 @@ from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
-from dmlbench.types import ConfigError, ImageTable, IntArray, flatten
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
 
 _CACHE_BATCH = 64
 """Images that a feature cache is built from at once; another number would move features by rounding."""
@@ -112,6 +113,25 @@ def image_opener(
         return opened("batch", None, "pillow")
 
     return open_images
+
+
+def embedded(
+    cfg: DictConfig,
+    table: ImageTable,
+    rows: IntArray,
+    rows_of: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    *,
+    transform: Any,
+    describe: str,
+) -> EmbeddingSet:
+    """Embed images of a table by ``rows_of``, with the transform of a node."""
+    batches = EvalBatches(
+        table, rows, images=image_opener(cfg, table, device)(transform), transform=component(transform),
+        batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
+    )  # fmt: skip
+    progress = sys.stderr.isatty()
+    return embed(rows_of, batches, device=device, describe=describe, progress=progress, count=len(rows))
 
 
 def build_model(cfg: DictConfig) -> MetricModel:

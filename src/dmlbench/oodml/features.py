@@ -3,11 +3,11 @@
 import hashlib
 import json
 import logging
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
@@ -17,8 +17,6 @@ from dmlbench import build
 from dmlbench.apps.trained import load_run
 from dmlbench.components import component
 from dmlbench.config import load_config
-from dmlbench.data.batches.loaders import EvalBatches
-from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.oodml.frechet import Float
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.store import CONFIG
@@ -64,8 +62,7 @@ def features_of(cfg: DictConfig) -> Features:
         backbone = component(cfg.backbone)
         node, of_images = cfg.backbone, cfg.transform.eval
         weights = f"{network_name(cfg)} with {_weights(cfg.backbone)}"
-    transform = component(of_images)
-    size = getattr(transform, "crop", None)
+    size = getattr(component(of_images), "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
     weights_digest = hashlib.sha256()
     for name, tensor in sorted(backbone.state_dict().items()):
@@ -84,20 +81,13 @@ def features_of(cfg: DictConfig) -> Features:
     rows = _kept(path, len(table))
     if rows is None:
         backbone.to(device).eval()
-        images = build.image_opener(cfg, table, device)(of_images)
-        batches = EvalBatches(
-            table, torch.arange(len(table)).numpy(), images=images, transform=transform,
-            batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
-        )  # fmt: skip
 
         def pooled(images: torch.Tensor) -> torch.Tensor:
             pooled_map: torch.Tensor = backbone(backbone.preprocess(images))[-1].mean(dim=(2, 3))
             return pooled_map
 
-        found = embed(
-            pooled, batches, device=device, describe="features", progress=sys.stderr.isatty(), count=len(table)
-        )
-        rows = found.rows.numpy()
+        every = np.arange(len(table))
+        rows = build.embedded(cfg, table, every, pooled, device, transform=of_images, describe="features").rows.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, save({"rows": rows}))
     return Features(table, rows.astype("float64"), measured_by, hashlib.sha256(rows.tobytes()).hexdigest())
