@@ -256,6 +256,7 @@ def _result(
 ) -> dict[str, Any]:  # fmt: skip
     setup, protocol = experiment.setup, experiment.protocol
     table, split = setup.data.table, setup.data.split
+    groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
     if_any = {
         "data_notes": table.notes,
         "facts": dict(split.facts),
@@ -277,7 +278,12 @@ def _result(
         "git_commit": git_commit(),
         "versions": package_versions(),
         "device": device_name(setup.device),
-        "training": _training(experiment),
+        "training": {
+            "frozen_until": setup.model.backbone.frozen_until,
+            "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
+            "image_size": list(experiment.image_size),
+            "views": setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None,
+        },
         "best_step": progress.best_step,
         "steps": progress.step,
         "stop_reason": progress.stop_reason,
@@ -292,18 +298,6 @@ def _result(
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(setup.device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _training(experiment: Experiment) -> dict[str, Any]:
-    """What of the network trained, and on which images."""
-    setup = experiment.setup
-    groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
-    return {
-        "frozen_until": setup.model.backbone.frozen_until,
-        "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
-        "image_size": list(experiment.image_size),
-        "views": setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None,
     }
 
 

@@ -61,7 +61,12 @@ def features_of(cfg: DictConfig) -> Features:
         seed_everything(0)  # of weights that are random
         backbone = component(cfg.backbone)
         node, of_images = cfg.backbone, cfg.transform.eval
-        weights = f"{network_name(cfg)} with {_weights(cfg.backbone)}"
+        known = "pretrained weights" if cfg.backbone.get("pretrained") else "RANDOM weights"
+        if cfg.backbone.get("weights_file") is not None:
+            known = f"the weights of {Path(cfg.backbone.weights_file).name}"
+        elif known == "RANDOM weights":
+            log.warning("%s has random weights: its distances say little", cfg.backbone._target_)
+        weights = f"{network_name(cfg)} with {known}"
     size = getattr(component(of_images), "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
     weights_digest = hashlib.sha256()
@@ -78,8 +83,10 @@ def features_of(cfg: DictConfig) -> Features:
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     path = Path(cfg.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
-    rows = _kept(path, len(table))
-    if rows is None:
+    try:
+        rows = load_file(path)["rows"]
+        log.info("features from %s", path)
+    except (OSError, SafetensorError, KeyError):
         backbone.to(device).eval()
 
         def pooled(images: torch.Tensor) -> torch.Tensor:
@@ -98,29 +105,9 @@ def network_name(cfg: DictConfig) -> str:
     return str(cfg.backbone.get("name") or cfg.network)
 
 
-def _weights(backbone: DictConfig) -> str:
-    if backbone.get("weights_file") is not None:
-        return f"the weights of {Path(backbone.weights_file).name}"
-    if backbone.get("pretrained"):
-        return "pretrained weights"
-    log.warning("%s has random weights: its distances say little", backbone._target_)
-    return "RANDOM weights"
-
-
 def write_output(cfg: DictConfig, document: dict[str, Any]) -> list[str]:
     """Write a JSON document to ``cfg.output``, if that is given; return the lines to print."""
     if cfg.output is None:
         return []
     write_json(Path(cfg.output), document)
     return [f"written: {cfg.output}"]
-
-
-def _kept(path: Path, count: int) -> Any:
-    try:
-        rows = load_file(path)["rows"]
-    except (OSError, SafetensorError, KeyError):
-        return None
-    if rows.ndim != 2 or len(rows) != count:
-        return None
-    log.info("features from %s", path)
-    return rows

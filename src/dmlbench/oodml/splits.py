@@ -31,7 +31,12 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
     check_at_least(2, picks=cfg.picks)
     if not 0 <= cfg.keep <= 1:
         raise ConfigError(f"keep: got {cfg.keep}, expected a number in [0, 1].")
-    others = [(path, _way_of(path)) for path in map(Path, map(str, listed(cfg.also)))]  # before the work
+    others = {}  # before the work
+    for also in map(Path, map(str, listed(cfg.also))):
+        read_splits(also)
+        others[also] = read_json(also) if also.suffix == ".json" else {}
+        if "way" not in others[also]:
+            raise DataError(f"'{also}' does not say the way to its splits; name a file of `dmlbench oodml splits`")
     features = features_of(cfg)
     table = features.table
     by_class = ClassFeatures.of(features.rows, table.labels, over=cfg.over)
@@ -80,7 +85,7 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
     write_json(path, document)
     written = [path, path.with_name(f"{path.stem}-way.png")]
     ways: dict[str, Mapping[str, Any]] = {features.measured_by: document}
-    for other, way in others:  # by file where the network is not enough
+    for other, way in others.items():  # by file where the network is not enough
         name = str(way["measured_by"])
         ways[name if way["dataset"] == table.name and name not in ways else f"{name} ({other})"] = way
     draw_progression(ways, written[1], dataset=table.name)
@@ -108,14 +113,6 @@ def halves_of(table: ImageTable) -> tuple[list[int], list[int]]:
             f"'{table.name}': got {len(train)} train and {len(test)} test classes, expected two or more of each."
         )
     return train, test
-
-
-def _way_of(path: Path) -> Mapping[str, Any]:
-    read_splits(path)
-    found = read_json(path) if path.suffix == ".json" else {}
-    if "way" not in found:
-        raise DataError(f"'{path}' does not say the way to its splits; name a file of `dmlbench oodml splits`")
-    return dict(found)
 
 
 def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], single: int) -> list[str]:
