@@ -37,7 +37,6 @@ from dmlbench.models.head import Head
 from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
 from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
-from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
@@ -49,7 +48,7 @@ _OF_RECIPE = ("name", "side", "overridden", "deviations")
 
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
-    """Length, selection and numerics of the training; with a ``plan``, of the plan's length and without selection."""
+    """Settings of the training; with a ``plan``, of the plan's length and without selection."""
     settings: FitSettings = component(cfg.fit)
     if plan is None:
         return settings
@@ -71,19 +70,16 @@ def build_data(cfg: DictConfig) -> Data:
     # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a config.
     sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", max(1, round(len(sampler) / cfg.fit.accumulate)))
-    OmegaConf.update(cfg, "runtime.image_size", _image_size(cfg, table))
-    return Data(table, split, index)
-
-
-def _image_size(cfg: DictConfig, table: ImageTable) -> list[int]:
-    """Height and width of what the transforms return."""
     transform = component(cfg.transform.train)
     if isinstance(transform, CropTransform):
-        return [transform.crop, transform.crop]
-    if table.pixels is not None:
-        return list(table.pixels.shape[1:3])
-    image = read_image(Path(table.root) / str(table.paths[0]))
-    return [image.height, image.width]
+        size = [transform.crop, transform.crop]
+    elif table.pixels is not None:
+        size = list(table.pixels.shape[1:3])
+    else:
+        image = read_image(Path(table.root) / str(table.paths[0]))
+        size = [image.height, image.width]
+    OmegaConf.update(cfg, "runtime.image_size", size)
+    return Data(table, split, index)
 
 
 def image_opener(
@@ -249,11 +245,10 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
     if not isinstance(rerank, Reranker):
         raise ConfigError(f"{cfg.rerank._target_} ranks no lists again; choose rerank=diml")
     if model is not None:
-        with_cells: Any = model
-        if not hasattr(model, "require_cells"):
+        if not isinstance(model, PooledModel):
             head = cfg.head._target_
             raise ConfigError(f"rerank projects cells of the last map, which {head} does not; choose head=linear")
-        with_cells.require_cells()
+        model.require_cells()
     return rerank
 
 
@@ -300,10 +295,9 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
 
 
 def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
-    """The regularizers by name, and how they are mixed with the loss.
+    """The regularizers by name, built in the order of their names, and how they are mixed with the loss.
 
-    They are built in the order of their names, so that random draws do not depend on the order of the overrides. A
-    constructor with ``make_objective`` gets a function that builds the run's loss and miner for another embedding size.
+    A constructor with ``make_objective`` gets a function that builds the run's loss and miner for another size.
     """
     found: dict[str, Any] = {}
     for name in sorted(cfg.regularizer or (), key=str):
@@ -341,7 +335,7 @@ def build_train_batches(
     cfg: DictConfig, data: Data, images: Inputs, *, seed: int, device: torch.device,
     second_views: bool = False,
 ) -> TrainBatches:  # fmt: skip
-    """The endless training batches of a run."""
+    """Endless training batches."""
     sampler = component(cfg.sampler, labels=data.class_index[data.table.labels[data.split.train]], seed=seed)
     return TrainBatches(
         data.table,
@@ -355,13 +349,6 @@ def build_train_batches(
         num_workers=cfg.num_workers,
         second_views=second_views,
     )
-
-
-def build_loggers(cfg: DictConfig, run_dir: Path, identity: str, configuration: str) -> list[Logger]:
-    """The loggers of a run, not started; ``run_dir`` and the run hash ``identity`` are their run's id."""
-    run_id = hashlib.sha256("/".join([*run_dir.resolve().parts[-4:], identity]).encode()).hexdigest()[:16]
-    given = {"run_dir": run_dir, "run_id": run_id, "configuration": configuration}
-    return [component(node, **given) for node in (cfg.logger or {}).values()]
 
 
 def move(model: MetricModel, device: torch.device, *, channels_last: bool) -> None:
@@ -448,6 +435,8 @@ def make_experiment(
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    run_id = hashlib.sha256("/".join([*run_dir.resolve().parts[-4:], identity]).encode()).hexdigest()[:16]
+    of_logger = {"run_dir": run_dir, "run_id": run_id, "configuration": configuration}
     provenance = {
         "config_sha256": config_sha256(cfg),
         **{key: cfg[key] for key in ("fold", "repeat", "base_seed")},
@@ -470,7 +459,7 @@ def make_experiment(
         objective=objective,
         optimizer=optimizer,
         schedule=schedule,
-        loggers=build_loggers(cfg, run_dir, identity, configuration),
+        loggers=[component(node, **of_logger) for node in (cfg.logger or {}).values()],
         image_size=tuple(cfg.runtime.image_size),
         steps_per_epoch=cfg.runtime.steps_per_epoch,
         provenance=provenance | {key: value for key, value in if_any.items() if value},

@@ -27,7 +27,7 @@ def check(cfg: DictConfig) -> None:
     except ConfigError as error:
         name = cfg.runtime.recipe.get("name")
         raise ConfigError(
-            f"{error} (recipe={name} took part: recipe=none leaves it out)" if name else str(error)
+            f"{error}{f' (recipe={name} took part: recipe=none leaves it out)' if name else ''}"
         ) from None
 
 
@@ -45,12 +45,11 @@ def check_values(cfg: DictConfig) -> None:
     check_components(container)
     if "_target_" in (container["logger"] or {}):
         raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")
-    sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
-    for key, value in sizes.items():
-        # Losses with vectors of the classes know both sizes; others compare images with each other.
-        plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
-        with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
-        if value < 2 and not with_classes:
+    # Losses with vectors of the classes know both sizes; others compare images with each other.
+    plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
+    with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
+    for key in cfg.sampler.keys() & set(_BATCH_SIZES):
+        if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
                 "choose a loss with proxies"
@@ -109,12 +108,12 @@ def _check_head(cfg: DictConfig) -> None:
     if not head.pools and cfg.pooling is None:
         raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
     distance = build_distance(cfg)
+    name = type(distance).__name__
     if declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):
         raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl has; choose another loss")
     spec = component(cfg.evaluation)
     if distance is not None:
         if cfg.regularizer is not None:
-            name = type(distance).__name__
             raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
         check_distance_supports(spec, distance)
         _check_comparisons(cfg, distance)
@@ -122,7 +121,6 @@ def _check_head(cfg: DictConfig) -> None:
         check_shortlist(spec.shortlist, None, k=0, num_gallery=0)
     if (rerank := build_rerank(cfg)) is not None:
         if distance is not None:
-            name = type(distance).__name__
             raise ConfigError(
                 f"rerank ranks lists of unit vectors again, which {name} does not compare; set it to null"
             )
