@@ -56,14 +56,7 @@ def trained_setup(cfg: DictConfig, overrides: Sequence[str], parts: Parts) -> Se
 
 @dataclass(frozen=True)
 class Described:
-    """The outputs of a model for images.
-
-    Attributes:
-        embedding: [N, D], not normalized.
-        histogram: [N, m] over the prototypes, rows sum to 1.
-        labels: [N].
-        rows: [N] of the table.
-    """
+    """The outputs of a model for N rows of a table: embeddings [N, D], histograms over the prototypes [N, m]."""
 
     embedding: Float
     histogram: Float
@@ -79,18 +72,13 @@ class Described:
         return np.stack([values[self.labels == label].mean(axis=0) for label in range(self.num_classes)])
 
 
-def some_of_each(labels: IntArray, rows: IntArray, *, count: int, seed: int) -> IntArray:
-    """Draw at most ``count`` rows of each class, sorted."""
-    rng = np.random.default_rng(seed)
-    chosen = [rng.permutation(rows[labels[rows] == label])[:count] for label in np.unique(labels[rows])]
-    return np.sort(np.concatenate(chosen))
-
-
 def sample_test_rows(setup: Setup, *, count: int, seed: int) -> IntArray:
-    """Draw at most ``count`` test images of each class."""
+    """Draw at most ``count`` test images of each class, sorted."""
     test = setup.data.split.test
     assert test is not None
-    return some_of_each(setup.data.table.labels, test.query, count=count, seed=seed)
+    rng, labels = np.random.default_rng(seed), setup.data.table.labels[test.query]
+    chosen = [rng.permutation(test.query[labels == label])[:count] for label in np.unique(labels)]
+    return np.sort(np.concatenate(chosen))
 
 
 def describe(setup: Setup, rows: IntArray) -> Described:
@@ -167,16 +155,10 @@ def draw_by_class(figure: Figure | SubFigure, found: Mapping[str, Any], title: s
     for image, nearest, weights in zip(pixels, found["shown"]["nearest"], found["shown"]["weights"], strict=True):
         colors = np.array(_COLORS)[np.array(nearest) % len(_COLORS)]  # [h, w, 3]
         strength = (np.array(weights) / np.max(weights))[..., None]
-        tiles += [image / 255, _resized(strength * colors + (1 - strength), image.shape[:2])]
+        rows, columns = (np.arange(n) * old // n for n, old in zip(image.shape[:2], colors.shape[:2], strict=True))
+        tiles += [image / 255, (strength * colors + (1 - strength))[rows][:, columns]]  # by the nearest pixel
     framed = [np.pad(tile, ((_GAP, _GAP), (_GAP, _GAP), (0, 0)), constant_values=1) for tile in tiles]
     lines = [np.concatenate(framed[i : i + 2 * per_class], axis=1) for i in range(0, len(framed), 2 * per_class)]
     extent = (0, 2 * per_class, len(histogram) - 0.5, -0.5)
     pictures.imshow(np.concatenate(lines), extent=extent, aspect="auto", interpolation="nearest")
     pictures.axis("off")
-
-
-def _resized(image: Float, size: tuple[int, int]) -> Float:
-    """Enlarge by the nearest pixel."""
-    at = [np.arange(length) * old // length for length, old in zip(size, image.shape[:2], strict=True)]
-    enlarged: Float = image[at[0]][:, at[1]]
-    return enlarged

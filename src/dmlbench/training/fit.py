@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm import tqdm
 
 from dmlbench.device_copies import batch_on
@@ -28,16 +28,7 @@ from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
 from dmlbench.training.momentum_encoder import MomentumEncoder
-from dmlbench.training.optim import (
-    GROUPS,
-    ClipForm,
-    check_schedule,
-    check_warmup,
-    clip_gradients,
-    decay_added,
-    frozen,
-    step_schedule,
-)
+from dmlbench.training.optim import GROUPS, ClipForm, check_warmup, clip_gradients, decay_added, frozen, step_schedule
 from dmlbench.training.signals import StopSignal
 from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_at_least, check_positive, closest
 
@@ -183,7 +174,8 @@ def fit(
     """
     assert isinstance(model, nn.Module)
     stop = stop or StopSignal()
-    check_schedule(schedule)
+    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
+        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
     if settings.warmup_steps:
         check_warmup(settings.warmup_frozen, model, objective)
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
