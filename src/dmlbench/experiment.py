@@ -1,5 +1,6 @@
 """The objects of a run and what they do together; ``build.py`` makes them."""
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -74,32 +75,46 @@ class Setup:
             device=self.device, num_workers=self.num_workers,
         )  # fmt: skip
 
-    def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-        """Queries and, where it is a set of its own, the gallery, by the weights of now."""
-        return self._embed(part, lambda images: self.model(images).embedding)
+    def embed(
+        self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+        """Queries and, where it is a set of its own, the gallery, by the current weights.
+
+        Args:
+            rows_of: from images to rows; None is the model's embedding.
+        """
+        self.model.eval()
+        memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
+
+        def formatted(images: torch.Tensor) -> torch.Tensor:
+            images = images.contiguous(memory_format=memory_format)
+            with autocast(self.device, self.settings.precision):
+                return self.model(images).embedding if rows_of is None else rows_of(images)
+
+        def embedded(rows: IntArray, describe: str) -> EmbeddingSet:
+            batches, progress = self.batches(rows), sys.stderr.isatty()
+            return embed(formatted, batches, device=self.device, progress=progress, count=len(rows), describe=describe)
+
+        queries = embedded(part.query, "queries")
+        return queries, None if part.gallery is None else embedded(part.gallery, "gallery")
 
     def test(
         self, part: RetrievalSet, spec: EvaluationSpec | None = None
     ) -> tuple[EmbeddingSet, EmbeddingSet | None, Evaluation]:
-        """Queries, gallery and their scores as a test has them: where there is a ``rerank``, rows with cells, and
-        lists whose first neighbors it ranked again."""
-        if self.rerank is None:
-            queries, gallery = self.embed(part)
-        else:
+        """Queries, gallery and their scores in a test: with a ``rerank``, rows have cells and lists are reranked."""
+        rows_of = None
+        if self.rerank is not None:
             model: Any = self.model  # which has cells: ``build_rerank`` has asked
-            size = int(self.rerank.grid_size)
-            queries, gallery = self._embed(part, lambda images: model.rows_with_cells(images, size))
-        return queries, gallery, self._score(queries, gallery, spec, self.rerank or self.model.distance)
+            rows_of = functools.partial(model.rows_with_cells, grid_size=int(self.rerank.grid_size))
+        queries, gallery = self.embed(part, rows_of)
+        return queries, gallery, self.score(queries, gallery, spec, self.rerank)
 
     def score(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None
-    ) -> Evaluation:
-        """Scores by the model's distance."""
-        return self._score(queries, gallery, spec, self.model.distance)
-
-    def _score(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None, distance: BaseDistance
-    ) -> Evaluation:
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None,
+        distance: BaseDistance | None = None,
+    ) -> Evaluation:  # fmt: skip
+        """Scores by a distance, None is the model's."""
+        distance = distance or self.model.distance
         return evaluate(queries, gallery, spec or self.spec, distance=distance, progress=sys.stderr.isatty())
 
     def validate(
@@ -151,27 +166,6 @@ class Setup:
         finally:
             hook.remove()
         model.projection.fit(moments)
-
-    def _embed(
-        self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-        queries = self._embed_rows(part.query, rows_of, "queries")
-        return queries, None if part.gallery is None else self._embed_rows(part.gallery, rows_of, "gallery")
-
-    def _embed_rows(
-        self, rows: IntArray, rows_of: Callable[[torch.Tensor], torch.Tensor], describe: str
-    ) -> EmbeddingSet:
-        self.model.eval()
-        memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
-
-        def formatted(images: torch.Tensor) -> torch.Tensor:
-            with autocast(self.device, self.settings.precision):
-                return rows_of(images.contiguous(memory_format=memory_format))
-
-        return embed(
-            formatted, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), count=len(rows),
-            describe=describe,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
