@@ -95,23 +95,6 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path) -> No
     runtime.remove_leftovers(tmp_path / "missing")
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path) -> None:
-    code = f"""
-from dmlbench.runtime import whole_file
-with whole_file({str(tmp_path / "x.png")!r}) as file:
-    file.write(b"half")
-    print("writing", flush=True)
-    __import__("time").sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        runtime.remove_leftovers(tmp_path)
-        assert len(list(tmp_path.iterdir())) == 1
-        process.kill()
-    runtime.remove_leftovers(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_folder_appears_whole_and_leftovers_of_killed_processes_go(tmp_path) -> None:
     code = f"""
 import time; from pathlib import Path; from dmlbench.runtime import whole_folder

@@ -155,16 +155,6 @@ def test_adaptation_finds_the_signal_and_keeps_the_trained_projection() -> None:
     assert torch.equal(again.weight, adapted.weight)
 
 
-def test_adam_moves_each_weight_by_the_learning_rate_and_decay_shrinks_it() -> None:
-    features, labels = hidden_signal()
-    plain = adapt(features, np.arange(60), labels.numpy(), Adaptation(1, 1e-3, 0.0, batch_size=10), seed=0)
-    moved = (plain.weight - features.projection.weight).abs()
-    assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)
-    adapted = adapt(features, np.arange(60), labels.numpy(), Adaptation(1, 1e-3, 1e3, batch_size=10), seed=0)
-    diagonal = torch.arange(13)
-    assert (adapted.weight < features.projection.weight)[diagonal, diagonal].all()
-
-
 def test_errors_of_adaptations() -> None:
     for changes, message in (
         ({"steps": 0}, "steps: got 0"),
@@ -307,18 +297,6 @@ def test_errors_of_runs_that_cannot_be_adapted(output: Path) -> None:
     (run_dir / "best.ckpt").unlink()
     with pytest.raises(RunError, match=r"has no best\.ckpt"):
         few_shot_of_run(run_dir, PLAN)
-
-
-def test_a_run_with_a_gallery_raises_an_error(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_gallery(*arguments: Any, **options: Any) -> Any:
-        setup = load_run(*arguments, **options)
-        test = dataclasses.replace(setup.data.split.test, gallery=setup.data.split.test.query)
-        split = dataclasses.replace(setup.data.split, test=test)
-        return dataclasses.replace(setup, data=dataclasses.replace(setup.data, split=split))
-
-    monkeypatch.setattr(module, "load_run", with_gallery)
-    with pytest.raises(RunError, match="no test set that is searched within itself"):
-        few_shot_of_run(run_of(output), PLAN, device="cpu", num_workers=0)
 
 
 # --- table and picture

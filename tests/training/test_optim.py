@@ -62,14 +62,6 @@ def test_nothing_of_a_group_without_decay_decays() -> None:
     assert decays == {"backbone": 0.1, "head": 0.1, "loss, no decay": 0.0}
 
 
-def test_rate_multipliers_apply_to_their_group_only() -> None:
-    model, groups = _groups()
-    settings = _settings(lr_multipliers={"loss": 100.0})
-    optimizer = make_optimizer(parameter_groups(groups, nn.Linear(2, 2)), settings, modules=[model])
-    rates = {group["name"].split(",")[0]: group["lr"] for group in optimizer.param_groups}
-    assert rates == pytest.approx({"backbone": 1e-3, "head": 1e-3, "loss": 0.1})
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
