@@ -10,7 +10,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -34,12 +33,7 @@ class Process:
     """``dmlbench`` with ``arguments``, started in ``folder``; no file may grow beyond ``largest_file`` bytes."""
 
     def __init__(
-        self,
-        arguments: tuple[str, ...],
-        *,
-        folder: Path,
-        environment: Mapping[str, str],
-        largest_file: int | None = None,
+        self, arguments: tuple[str, ...], *, folder: Path, environment: dict[str, str], largest_file: int | None = None
     ) -> None:
         number = time.monotonic_ns()
         self._files = [folder / f".{stream}-{number}" for stream in ("out", "error")]

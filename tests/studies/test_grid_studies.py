@@ -43,7 +43,6 @@ def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scores", "comes_out", "told"),
     [
-        ([0.4, 0.3, 0.2], True, "1: 20.0"),
         ([0.3, 0.4, 0.3, 0.2], True, "1: 20.0"),
         ([0.4, 0.1, 0.2], None, "rank correlation -0.5: on the whole, not at every step"),
         ([0.1, 0.3, 0.2], False, "1: 20.0"),
