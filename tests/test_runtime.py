@@ -37,20 +37,6 @@ def test_restoring_the_random_state_repeats_every_generator() -> None:
     assert torch.equal(first[2], second[2])
 
 
-def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "result.json"
-    runtime.atomic_write(path, b"old")
-
-    def full_disk(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        runtime.atomic_write(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_json_results_hold_finite_numbers_when_written_and_when_read(tmp_path, value: float) -> None:
     path = tmp_path / "scores.json"

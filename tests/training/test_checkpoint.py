@@ -72,4 +72,4 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch) -> None:
     with pytest.raises(RunError, match="No space left on device; the checkpoint before it is whole"):
         save_checkpoint(path, {"step": 2})
     monkeypatch.undo()
-    assert load_checkpoint(path)["step"] == 1
+    assert load_checkpoint(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]
