@@ -22,7 +22,7 @@ from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.experiment import Data, Experiment
+from dmlbench.experiment import Experiment
 from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
@@ -49,11 +49,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     """Train and test a composed configuration; returns the run directory.
 
     A complete run is skipped; an interrupted one resumes from its checkpoint. A run with a ``rerank`` takes the
-    weights of the complete run without it, if there is one.
-
-    Args:
-        cfg: a composed configuration.
-        follow: is told of validations and may end the training (see ``fit``).
+    weights of the complete run without it, if there is one. ``follow`` may end the training (see ``fit``).
 
     Raises:
         Pruned: ``follow`` has ended the training.
@@ -155,10 +151,8 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     setup, plan = experiment.setup, experiment.plan
     data, model, device, settings = setup.data, setup.model, setup.device, setup.settings
     if plan is not None:
-        log.info(
-            "stage 1 found %.1f epochs, here %d steps, and %d rate changes",
-            plan.epochs, settings.max_steps, len(plan.changes),
-        )  # fmt: skip
+        found = "stage 1 found %.1f epochs, here %d steps, and %d rate changes"
+        log.info(found, plan.epochs, settings.max_steps, len(plan.changes))
     rates = (group["lr"] for group in experiment.optimizer.param_groups)
     first_rate = next((rate for rate in rates if rate > 0), 0.0)
     atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
@@ -257,11 +251,15 @@ def _result(
     setup, protocol = experiment.setup, experiment.protocol
     table, split = setup.data.table, setup.data.split
     groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
+    queries = np.empty(0) if split.test is None else split.test.query
+    is_test_half = np.array_equal(queries, np.flatnonzero(np.isin(table.role, ("test", "query"))))
     if_any = {
         "data_notes": table.notes,
         "facts": dict(split.facts),
         "rerank": setup.rerank.description if test and setup.rerank is not None else None,
-        "n_query_published": _published_queries(setup.data),
+        "n_query_published": table.published_queries
+        if is_test_half and table.published_queries != len(queries)
+        else None,
         "kmeans": test and test.kmeans,
         "degenerate": test and test.degenerate,
     }
@@ -299,15 +297,6 @@ def _result(
         "peak_memory_bytes": peak_memory_bytes(setup.device),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _published_queries(data: Data) -> int | None:
-    """How many queries the published test half has, where this one stands for it and has others."""
-    published, test = data.table.published_queries, data.split.test
-    if published is None or test is None or published == len(test.query):
-        return None
-    stands_for_it = np.array_equal(test.query, np.flatnonzero(np.isin(data.table.role, ("test", "query"))))
-    return published if stands_for_it else None
 
 
 def _tidy(run_dir: Path, keep: str) -> None:

@@ -87,7 +87,13 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
             f"features of {first.shape[1]} and {second.shape[1]} numbers cannot be compared. Use one network for both."
         )
     if variant == "pytorch_fid":
-        return _by_matrix_root(first, second)
+        covariances = [np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (first, second)]
+        matrix_root: Any = scipy.linalg.sqrtm(covariances[0] @ covariances[1])
+        if not np.isfinite(matrix_root).all():
+            lift = _PYTORCH_FID_RIDGE * np.eye(first.shape[1])
+            matrix_root = scipy.linalg.sqrtm((covariances[0] + lift) @ (covariances[1] + lift))
+        difference = first.mean(axis=0) - second.mean(axis=0)
+        return float(difference @ difference + sum(map(np.trace, covariances)) - 2 * np.trace(matrix_root).real)
     gaussians = gaussian_of_rows(first), gaussian_of_rows(second)
     if variant == "exact_eig":
         return distance_of_gaussians(*gaussians)
@@ -96,16 +102,6 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     root = np.linalg.svd(lifted[0] @ lifted[1].T, compute_uv=False).sum()
     difference = gaussians[0].mean - gaussians[1].mean
     return float(difference @ difference + sum(g.total_variance for g in gaussians) - 2 * root)
-
-
-def _by_matrix_root(a: Float, b: Float) -> float:
-    covariances = [np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (a, b)]
-    root: Any = scipy.linalg.sqrtm(covariances[0] @ covariances[1])
-    if not np.isfinite(root).all():
-        ridge = _PYTORCH_FID_RIDGE * np.eye(a.shape[1])
-        root = scipy.linalg.sqrtm((covariances[0] + ridge) @ (covariances[1] + ridge))
-    difference = a.mean(axis=0) - b.mean(axis=0)
-    return float(difference @ difference + sum(np.trace(c) for c in covariances) - 2 * np.trace(root).real)
 
 
 def _checked(features: ArrayLike, which: str) -> Float:

@@ -104,17 +104,23 @@ class _Half:
 
 class _Halves:
     def __init__(self, features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
-        _check_halves(features, train, test)
+        if shared := set(train) & set(test):
+            raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}.")
+        known = set(np.flatnonzero(np.diff(features.start)).tolist())
+        for name, classes in (("train", train), ("test", test)):
+            if len(classes) < 2:
+                raise DataError(f"{name} half: got {len(classes)} classes, expected two or more.")
+            if without := sorted(set(classes) - known):
+                raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}.")
         self.means = features.means
-        rows, start = (self.means, None) if features.over == "class_means" else (features.rows, features.start)
 
         def rows_of(classes: Sequence[int]) -> Float:
-            if start is None:
-                return rows[np.asarray(classes, dtype=np.int64)]
-            parts = [rows[start[c] : start[c + 1]] for c in classes]
-            return np.concatenate(parts) if parts else rows[:0]
+            if features.over == "class_means":
+                return features.means[np.asarray(classes, dtype=np.int64)]
+            parts = [features.rows[features.start[c] : features.start[c + 1]] for c in classes]
+            return np.concatenate([features.rows[:0], *parts])
 
-        self.both = tuple(_Half(rows_of, classes, rows.shape[1]) for classes in (train, test))
+        self.both = tuple(_Half(rows_of, classes, features.rows.shape[1]) for classes in (train, test))
 
     def distance(self) -> float:
         train, test = self.both
@@ -267,14 +273,3 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
         inner = picked[1:-1] or picked
         picked[picked.index(min(inner, key=lambda i: abs(i - default)))] = default
     return [ordered[i] for i in sorted(picked)]
-
-
-def _check_halves(features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
-    if shared := set(train) & set(test):
-        raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}.")
-    known = np.flatnonzero(np.diff(features.start))
-    for name, classes in (("train", train), ("test", test)):
-        if len(classes) < 2:
-            raise DataError(f"{name} half: got {len(classes)} classes, expected two or more.")
-        if without := sorted(set(classes) - set(known.tolist())):
-            raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}.")

@@ -63,7 +63,10 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
     paired = [c for c in (*train, *test) if images[c] > 1]
     alike = [alike_halves(by_class, paired, seed=seed) for seed in range(cfg.alike)] if paired else []
     notes = _notes(features, by_class, picked, len(train) + len(test) - len(paired))
-    path = Path(cfg.output or Path(cfg.paths.output_dir) / "oodml" / f"{table.name}-{_file_stem(cfg)}.json")
+    stem = network_name(cfg) if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
+    stem = (stem + ("" if cfg.over == "class_means" else f"-{cfg.over}")).replace("/", "_")
+    stem = f"{table.name}-{stem if is_file_name(stem) else 'splits'}"
+    path = Path(cfg.output or Path(cfg.paths.output_dir) / "oodml" / f"{stem}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "format": FORMAT,
@@ -79,7 +82,11 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
         },
         "notes": notes,
         "alike": alike,
-        "way": [_on_the_way(step) for step in (*reversed(nearer), *away, *further)],
+        "way": [
+            {key: getattr(step, key) for key in ("kind", "count", "distance")}
+            | {"n_train": len(step.train), "n_test": len(step.test)}
+            for step in (*reversed(nearer), *away, *further)
+        ],
         "splits": [_in_file(step, table, name=str(i)) for i, step in enumerate(picked, start=1)],
     }
     write_json(path, document)
@@ -117,11 +124,9 @@ def halves_of(table: ImageTable) -> tuple[list[int], list[int]]:
 
 def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], single: int) -> list[str]:
     notes = features.notes
-    dimension = features.rows.shape[1]
-    counts = np.diff(by_class.start)
-    over_means = by_class.over == "class_means"
-    halves = [half for step in picked for half in (step.train, step.test)]
-    least = min(len(half) if over_means else int(counts[list(half)].sum()) for half in halves)
+    dimension, over_means = features.rows.shape[1], by_class.over == "class_means"
+    rows = np.ones_like(by_class.start) if over_means else np.diff(by_class.start)
+    least = min(int(rows[list(half)].sum()) for step in picked for half in (step.train, step.test))
     if least <= dimension:
         what = "means of classes" if over_means else "images"
         rank = f"covariances of rank {least - 1} then, which are computed as they are"
@@ -129,18 +134,6 @@ def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], 
     if single:
         notes.append(f"{single} classes of one image take no part in the halves of the same classes")
     return notes
-
-
-def _file_stem(cfg: DictConfig) -> str:
-    stem = network_name(cfg) if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
-    over = "" if cfg.over == "class_means" else f"-{cfg.over}"
-    name = f"{stem}{over}".replace("/", "_")
-    return name if is_file_name(name) else "splits"
-
-
-def _on_the_way(step: Step) -> dict[str, Any]:
-    own = {"kind": step.kind, "count": step.count, "distance": step.distance}
-    return {**own, "n_train": len(step.train), "n_test": len(step.test)}
 
 
 def _in_file(step: Step, table: ImageTable, *, name: str) -> dict[str, Any]:

@@ -296,14 +296,10 @@ def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
     heads = ("prototypes", *(f"{score}, {_DISTANCES[key]}, %" for key in _DISTANCES for score in ("MAP", "nearest")),
              "entropy of a class, bits")  # fmt: skip
     title = "Zero-shot prediction of CIFAR-10's classes from prototypes"
-    return Findings(title, heads, rows, claims, notes, _zero_shot_figure(found, title))
-
-
-def _zero_shot_figure(found: Mapping[str, Any], title: str) -> Figure:
     figure = plt.figure(figsize=(11, 5.2), layout="constrained")
     subfigures: Any = figure.subfigures(1, 2)
     for part, (way, one) in zip(subfigures, found.items(), strict=True):
         scores = ", ".join(f"{_DISTANCES[key]} {100 * np.mean(one[key]['map']):.1f}" for key in _DISTANCES)
         draw_by_class(part, one, f"{way}: MAP {scores}")
     figure.suptitle(title, fontsize=10)
-    return figure
+    return Findings(title, heads, rows, claims, notes, figure)

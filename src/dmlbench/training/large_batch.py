@@ -1,9 +1,8 @@
 """Gradients of batches that do not fit on the device: a batch in parts (GradCache), or several in turn."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +70,7 @@ def accumulate_gradients(
 def _backward_in_parts(
     model: MetricModel, parts: Sequence[Tensor], forward: Forward, backward: Callable[[ModelOutput], None]
 ) -> None:
+    assert isinstance(model, nn.Module)
     outputs: list[ModelOutput] = []
     draws: list[dict[str, Any]] = []
     with torch.no_grad():
@@ -84,12 +84,16 @@ def _backward_in_parts(
     after, draws_after = copy.deepcopy(model.observer.state_dict()), random_state()
     model.observer.load_state_dict(before)
     gradients = [None if x.grad is None else x.grad.tensor_split(len(parts)) for x in _tensors(whole)]
-    with _resting_statistics(model):
-        for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
-            restore_random_state(state)
-            again = zip(_tensors(forward(images)), gradients, strict=True)
-            reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
-            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    for module in tracking:  # they normalize as before, by the statistics of what they are given, but do not note them
+        module.track_running_stats = False
+    for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
+        restore_random_state(state)
+        again = zip(_tensors(forward(images)), gradients, strict=True)
+        reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
+        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    for module in tracking:
+        module.track_running_stats = True
     model.observer.load_state_dict(after)
     restore_random_state(draws_after)
 
@@ -114,17 +118,3 @@ def _joined(outputs: Sequence[ModelOutput], sizes: Sequence[int]) -> ModelOutput
 
     side = {name: leaf([output.side[name] for output in outputs]) for name in outputs[0].side}
     return ModelOutput(leaf([output.embedding for output in outputs]), side)
-
-
-@contextlib.contextmanager
-def _resting_statistics(model: MetricModel) -> Iterator[None]:
-    """Training batch norms normalize as before, by the statistics of what they are given, but do not note them."""
-    assert isinstance(model, nn.Module)
-    tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-    for module in tracking:
-        module.track_running_stats = False
-    try:
-        yield
-    finally:
-        for module in tracking:
-            module.track_running_stats = True
