@@ -262,7 +262,7 @@ MISTAKES = [
             *("~schedule.T_max", "~schedule.eta_min"),
             "+schedule.schedulers=[{_target_:torch.optim.lr_scheduler.StepLR,_partial_:true,step_size:0}]",
         ],
-        "schedule.schedulers.0.step_size \\(0\\) must be at least 1",
+        "schedule.schedulers.0..step_size \\(0\\) must be at least 1",
     ),
     (["+extra=1"], "no key 'extra'"),
     (["+pooling.transport=1"], "pooling.transport is not an argument of"),

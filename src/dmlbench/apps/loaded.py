@@ -24,14 +24,13 @@ from dmlbench.data.images.sources import Given
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.external import Schema, load_yaml, validated
-from dmlbench.identity import leaves
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, read_result, require_own_files
 from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import ConfigError, RunError, leaves
 
 WEIGHTS, PREPROCESSING, MANIFEST, CARD = "model.safetensors", "preprocessing.json", "dmlbench.json", "README.md"
 """Files of an exported folder, besides ``config.yaml`` and the graphs; the manifest is what makes it one."""

@@ -61,9 +61,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
         log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
     config.merge_with(dict(overrides))
 
-    setup = make_setup(
-        config, select_device(device), before_model=lambda data, open_images: _require_data_of(result, data.table)
-    )
+    setup = make_setup(config, select_device(device), check_data=lambda table: _require_data_of(result, table))
     put_weights(setup.model, load_checkpoint(run_dir / BEST)["model"], run_dir / BEST)
     setup.model.eval()
     return setup

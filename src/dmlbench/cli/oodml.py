@@ -22,8 +22,8 @@ _FUNCTIONS = {
     "splits": "splits.make_splits",
     "distances": "distances.measure",
     "scores": "scores.scores_over_distance",
-    "frozen": "transfer.frozen",
-    "transfer": "transfer.transfer",
+    "frozen": "distances.frozen",
+    "transfer": "distances.transfer",
     "few_shot": "few_shot_table.few_shot",
     "structure": "structure.correlate",
 }

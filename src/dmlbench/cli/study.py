@@ -22,7 +22,13 @@ STUDIES = {
     "untrained_poolings": "poolings of a pretrained map without training (ProxyNCA++, table 11, first rows)",
     "object_size": "average and maximum pooling by the size of the object (ProxyNCA++, figure 7); needs boxes",
 }
-"""Studies, each with ``conf/study_<name>.yaml`` and ``conduct`` of ``studies/<name>.py``."""
+"""Studies, each with ``conf/study_<name>.yaml`` and ``conduct`` of ``studies/<name>.py``, or ``_FUNCTIONS``."""
+_FUNCTIONS = {
+    "gsp_mu": "gsp_values.over_mu",
+    "gsp_m_eps": "gsp_values.over_m_and_epsilon",
+    "xml_prototypes": "prototypes.xml",
+    "zero_shot_prediction": "prototypes.zero_shot_prediction",
+}
 
 
 def main(line: CommandLine) -> None:
@@ -38,7 +44,8 @@ def main(line: CommandLine) -> None:
 def conduct(name: str, cfg: DictConfig) -> None:
     from dmlbench.studies.record import conduct_study, to_markdown
 
-    module = importlib.import_module(f"dmlbench.studies.{name}")
-    findings, written = conduct_study(name, cfg, module.conduct)
+    module, _, function = _FUNCTIONS.get(name, f"{name}.conduct").partition(".")
+    study = getattr(importlib.import_module(f"dmlbench.studies.{module}"), function)
+    findings, written = conduct_study(name, cfg, study)
     print(to_markdown(findings))
     print("\n".join(f"written: {path}" for path in written))
