@@ -1,9 +1,12 @@
+"""Tables of configs: what is printed, labels, notes, and gains over a frozen backbone."""
+
 import csv
 import io
+from typing import Any
 
 import pytest
 
-from dmlbench.results.config_table import config_labels, make_table
+from dmlbench.results.config_table import config_labels, gains_over_frozen, make_table
 
 
 def _summary(mean: float, std: float | None, **changes: object) -> dict[str, object]:
@@ -129,13 +132,8 @@ def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
         weight = {} if regularizer.lower() == "none" else {f"regularizer.{regularizer}.weight": 0.1}
         return {"pooling": pooling, "regularizer": regularizer}, {"fit.max_steps": 9, **weight}
 
-    configs = [
-        config("gap", "None"),
-        config("gsp", "none"),
-        config("gsp", "zsr"),
-        config("gsp", "xml"),
-        config("vlad", "xml"),
-    ]
+    pairs = [("gap", "None"), ("gsp", "none"), ("gsp", "zsr"), ("gsp", "xml"), ("vlad", "xml")]
+    configs = [config(*pair) for pair in pairs]
     assert config_labels(configs) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [])
     assert config_labels([config("gap", "None"), config("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
 
@@ -212,3 +210,35 @@ def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
     only = _table(on_validation, on_validation | {"scores": _summary(0.95, None)["scores"]})
     assert only.competes == (True, True)
     assert _table(partial, partial).competes == (False, False)
+
+
+def summary(head: str, test: float, *, val: float, dimension: int, trained: int = 0) -> dict[str, Any]:
+    return {
+        "choices": {"head": head},
+        "training": {"frozen_until": "all", "trained_parameters": trained, "image_size": [224, 224], "views": 8},
+        "validation": {"map_at_r": val},
+        "dimension": {"separated": dimension},
+        "scores": {"separated": {"map_at_r": {"mean": test, "std": 0.0}}},
+    }
+
+
+def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
+    rows = [
+        summary("linear", 0.25, val=0.5, dimension=128, trained=163840),
+        summary("identity", 0.20, val=0.3, dimension=1280),
+        summary("identity", 0.23, val=0.2, dimension=1280),  # better on the test, not on validation
+        summary("learned_whitening", 0.26, val=0.4, dimension=1280),
+        summary("learned_whitening", 0.22, val=0.1, dimension=128),
+    ]
+    gains = gains_over_frozen(rows, ["p_at_1", "map_at_r"])
+    assert gains["frozen"] == ["all"] * 5
+    assert gains["trained"] == ["163,840", "0", "0", "0", "0"]
+    assert gains["MAP@R over frozen"] == ["+5.0", "+0.0", "+3.0", "+6.0", "+2.0"]
+    assert gains["over whitened"] == ["+3.0", "-6.0", "-3.0", "+0.0", "+0.0"]
+
+
+def test_without_untrained_rows_gains_are_unknown_and_without_frozen_layers_columns_are_absent() -> None:
+    trained = summary("linear", 0.25, val=0.5, dimension=128, trained=163840)
+    assert gains_over_frozen([trained], ["map_at_r"])["MAP@R over frozen"] == [None]
+    trained["training"]["frozen_until"] = None
+    assert gains_over_frozen([trained], ["map_at_r"]) == {}

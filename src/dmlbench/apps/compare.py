@@ -10,7 +10,7 @@ from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import IMPORTED, by_row, cautions
-from dmlbench.results.paired import PairedDifference, paired_difference
+from dmlbench.results.collections import PairedDifference, paired_difference
 from dmlbench.results.rules import rule_named
 from dmlbench.results.run_scores import scores_of_run, spec_of_run
 from dmlbench.results.store import (

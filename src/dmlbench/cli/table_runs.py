@@ -22,9 +22,8 @@ from dmlbench.cli.table_selection import Table
 from dmlbench.config import config_folder
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import describe_table
-from dmlbench.results.side_by_side import side_by_side
 from dmlbench.results.table import Table as PrintedTable
-from dmlbench.results.verdicts import Comparison
+from dmlbench.results.verdicts import Comparison, side_by_side
 from dmlbench.runtime import remove_leftovers
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 

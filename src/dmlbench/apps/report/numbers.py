@@ -16,7 +16,7 @@ from dmlbench.apps.tables import ConfigSummary
 from dmlbench.config import read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.identity import config_settings
-from dmlbench.results.paired import paired_difference
+from dmlbench.results.collections import paired_difference
 from dmlbench.results.store import CONFIG, coordinates_of, read_result
 from dmlbench.results.table import Entry, Table
 from dmlbench.training.fit import HISTORY
