@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.changed_settings import BY_HAND, changed_settings
-from dmlbench.apps.tables import _distinct
+from dmlbench.apps.tables import BY_HAND, _distinct, changed_settings
 from dmlbench.cli.main import main
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels
 from dmlbench.types import flatten

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dmlbench.apps.imported import Imported, _of_table, import_config
-from dmlbench.apps.loaded import load
+from dmlbench.apps.loaded import distance_of_run, load
 from dmlbench.apps.tables import build_tables, find_configs
-from dmlbench.apps.trained import distance_of_run
 from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc

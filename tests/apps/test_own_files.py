@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dmlbench.apps.compare import compare_configs
+from dmlbench.apps.loaded import load_run
 from dmlbench.apps.report.picture import draw_report
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.apps.trained import load_run
 from dmlbench.cli.evaluate import task as evaluate_task
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings

@@ -7,8 +7,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
-from dmlbench.apps.provenance import Provenance
-from dmlbench.apps.table_comparison import differences_to_paper, given_by_hand, mixtures, moving, seconds_per_run
+from dmlbench.apps.table_comparison import (
+    Provenance,
+    differences_to_paper,
+    given_by_hand,
+    mixtures,
+    moving,
+    seconds_per_run,
+)
 from dmlbench.papers import load_table
 from dmlbench.results.store import CONFIG, EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
 from dmlbench.runtime import derive_seed, git_commit

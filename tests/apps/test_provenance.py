@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.provenance import PUBLISHED, Provenance, are_published, provenance_of
+from dmlbench.apps.table_comparison import PUBLISHED, Provenance, are_published, provenance_of
 
 INCEPTION, RESNET = (PUBLISHED[name].ljust(64, "0") for name in ("bn_inception", "resnet50"))
 

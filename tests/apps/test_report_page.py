@@ -23,7 +23,7 @@ from selenium.webdriver.support.ui import Select
 from dmlbench.apps.compare import compare_configs
 from dmlbench.apps.imported import import_config
 from dmlbench.apps.report import numbers, page
-from dmlbench.apps.report.paper_scores import paper_scores
+from dmlbench.apps.report.numbers import paper_scores
 from dmlbench.apps.tables import ConfigSummary, build_tables, find_configs
 from dmlbench.cli.main import main
 from dmlbench.components import component

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.tables import asked_columns, labels_of_runs
-from dmlbench.apps.trained import distance_of_run
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.cautions import IMPORTED, by_row, cautions

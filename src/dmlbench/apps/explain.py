@@ -13,8 +13,8 @@ from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from dmlbench.apps.loaded import load_run, row_of
 from dmlbench.apps.pictures import save_figure, shortened
-from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import generator

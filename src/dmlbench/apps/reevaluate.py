@@ -11,8 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench.apps.embed_folder import OWN_DISTANCE
-from dmlbench.apps.loaded import load
-from dmlbench.apps.trained import distance_of_run, load_run, table_of_run
+from dmlbench.apps.loaded import distance_of_run, load, load_run, table_of_run
 from dmlbench.components import component
 from dmlbench.evaluation.analysis import (
     HardQuery,

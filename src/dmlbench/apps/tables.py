@@ -1,5 +1,6 @@
-"""Aggregated configs with their labels, and one table of them per data set and protocol."""
+"""Aggregated configs with their labels and changed settings, and one table of them per data set and protocol."""
 
+import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from omegaconf import OmegaConf
 
-from dmlbench.apps.changed_settings import changed_settings
-from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import read_config
+from dmlbench.apps.loaded import distance_of_run
+from dmlbench.config import config_folder, read_config
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_settings
@@ -20,12 +21,13 @@ from dmlbench.results.cautions import cautions
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_table
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, runs_by_config
 from dmlbench.results.table import Table
-from dmlbench.types import RunError
+from dmlbench.types import RunError, flatten
 
 log = logging.getLogger(__name__)
 
 Found = tuple[Path, list[RunInfo], dict[str, Any]]
 """A config's folder, its runs and its summary."""
+BY_HAND = "given by hand"
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,42 @@ def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
         f"{label} [{config.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
         for label, config in zip(labels, configs, strict=True)
     ]
+
+
+def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
+    """Settings in ``groups`` that are not by their option or a paper's recipe, each with what set it.
+
+    Of a user's own experiments and recipes, only overrides of the command line are known.
+
+    Args:
+        container: the resolved configuration of a run.
+        groups: such as ``pooling``.
+    """
+    runtime = container.get("runtime") or {}
+    experiment = (runtime.get("choices") or {}).get("experiment")
+    recipe = runtime.get("recipe") or {}
+    setters = dict.fromkeys(_set_by(f"experiment/{experiment}"), f"set by experiment={experiment}")
+    if "paper" not in (_file(f"recipe/{recipe.get('name')}") or {"paper": "of the user"}):
+        setters |= dict.fromkeys(recipe.get("places", ()), f"set by recipe={recipe['name']}")
+    setters |= dict.fromkeys(runtime.get("given") or (), BY_HAND)
+    names = ("backbone.name", *(f"{group}._target_" for group in groups))  # which labels say
+    return {
+        key: how
+        for key in flatten({group: container.get(group) for group in groups})
+        for setter, how in setters.items()
+        if key not in names and setter not in groups and f"{key}.".startswith(f"{setter}.")
+    }
+
+
+def _set_by(name: str) -> list[str]:
+    """Keys of an experiment, with those of the experiments that it is made of."""
+    content = dict(_file(name) or {})
+    bases = [entry for entry in content.pop("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
+    return [*flatten(content), *(key for base in bases for key in _set_by(base.lstrip("/")))]
+
+
+@functools.cache
+def _file(name: str) -> Any:
+    """Unresolved content of a configuration file of the project; None if there is none."""
+    path = config_folder() / f"{name}.yaml"
+    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None

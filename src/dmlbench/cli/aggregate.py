@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 
 def task(cfg: DictConfig) -> None:
-    from dmlbench.apps.trained import distance_of_run
+    from dmlbench.apps.loaded import distance_of_run
     from dmlbench.components import component
     from dmlbench.results.aggregate import aggregate_config
     from dmlbench.results.cautions import cautions

@@ -28,8 +28,7 @@ def task(cfg: DictConfig) -> None:
 
 
 def _explain_pair(cfg: DictConfig, runs: list[Path]) -> None:
-    from dmlbench.apps.explain_pair import explain_pair
-    from dmlbench.apps.explain_pair_picture import write_pair
+    from dmlbench.apps.explain_pair import explain_pair, write_pair
 
     if len(runs) > 1 or cfg.images is not None:
         raise ConfigError("pair explains the distance of two images by one run: give one run, and no images")

@@ -38,7 +38,7 @@ def main(line: CommandLine) -> None:
         if cfg.list:
             _print_list(folders)
         elif cfg.measured:
-            from dmlbench.apps.published_tables import summarize_tables  # pandas comes with it
+            from dmlbench.results.table import summarize_tables  # pandas comes with it
 
             print(summarize_tables(Path(cfg.measured)), end="")
         else:

@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
+from dmlbench.apps.loaded import config_with_weights, distance_of_run, load_run
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.apps.trained import config_with_weights, distance_of_run, load_run
 from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.evaluation.metrics.table import score_named

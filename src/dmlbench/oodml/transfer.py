@@ -10,8 +10,8 @@ import torch
 from omegaconf import DictConfig
 
 from dmlbench import build
+from dmlbench.apps.loaded import load_run
 from dmlbench.apps.tables import asked_columns
-from dmlbench.apps.trained import load_run
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.given_splits import read_splits, rows_of_split

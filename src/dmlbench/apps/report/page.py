@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from dmlbench import __version__
 from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
+from dmlbench.apps.loaded import load_run, table_of_run
 from dmlbench.apps.report import numbers
-from dmlbench.apps.report.paper_scores import paper_scores
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, is_trained, retrieved, that_can_be_shown
+from dmlbench.apps.report.numbers import paper_scores
+from dmlbench.apps.report.picture import chosen_queries, first_run, image, is_trained, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
-from dmlbench.apps.trained import load_run, table_of_run
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
 from dmlbench.types import DmlbenchError, ImageTable
