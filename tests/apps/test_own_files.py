@@ -11,7 +11,7 @@ from dmlbench.apps.compare import compare_configs
 from dmlbench.apps.loaded import load_run
 from dmlbench.apps.report.picture import draw_report
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.cli.evaluate import task as evaluate_task
+from dmlbench.cli import commands
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -65,7 +65,7 @@ def _report(root: Path) -> object:
 
 
 def _evaluate(root: Path) -> object:
-    return evaluate_task(compose("evaluate", [f"run={_run(root)}"]))
+    return commands.evaluate(compose("evaluate", [f"run={_run(root)}"]))
 
 
 def _load(root: Path) -> object:

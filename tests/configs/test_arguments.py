@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from dmlbench.cli.arguments import for_hydra, parse
+from dmlbench.cli.commands import OODML, STUDIES
 from dmlbench.cli.main import COMMANDS, main
-from dmlbench.cli.oodml import WORDS
-from dmlbench.cli.study import STUDIES
 from dmlbench.config import compose, schema_of
 
 
@@ -114,7 +113,7 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
     assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
 
 
-LINES = [*(name for name in COMMANDS if name not in ("oodml", "study")), *(f"oodml {word}" for word in WORDS)]
+LINES = [*(name for name in COMMANDS if name not in ("oodml", "study")), *(f"oodml {word}" for word in OODML)]
 LINES += [f"study {name}" for name in STUDIES]
 
 

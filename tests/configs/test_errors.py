@@ -118,12 +118,12 @@ def test_other_faults_keep_their_traceback() -> None:
 def test_sigterm_outside_of_training_is_one_line_and_asks_to_come_back(tmp_path: Path) -> None:
     code = """
 import time
-import dmlbench.cli.status as status
+from dmlbench.cli import commands
 from dmlbench.cli.main import main
 def wait(cfg):
     print("ready", flush=True)
     time.sleep(60)
-status.task = wait
+commands.status = wait
 main(["status"])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
