@@ -16,9 +16,8 @@ from dmlbench.apps.plan import Plan, PlannedConfig, Run, compose_configs, make_p
 from dmlbench.apps.table_rows import hours_per_run
 from dmlbench.cli import train
 from dmlbench.cli.arguments import in_train
-from dmlbench.cli.command import Job, quiet
-from dmlbench.cli.sweeps import launch, raise_failures
-from dmlbench.cli.table_selection import Table
+from dmlbench.cli.command import Job, launch, quiet, raise_failures
+from dmlbench.cli.reproduce import Table
 from dmlbench.config import config_folder
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import describe_table
@@ -41,12 +40,9 @@ def run_table(
     """Plan, run, compare.
 
     Args:
-        cfg: of the command.
-        table: the selected rows.
         shard: (i, n) for the i-th of n parts of the runs.
         given: overrides of the runs.
         launching: overrides of Hydra's launchers.
-        config_dir: the user's configuration folder.
     """
     with quiet("dmlbench.recipes"):  # each run logs what its recipe set
         configs = compose_configs(table.wanted, train.composed_run)
@@ -143,11 +139,9 @@ def _print_table(
     """Summarize, print and write the table. A part of it, or one with other values, has its own file name.
 
     Args:
-        plan: with the present state of its runs.
-        configs: by their overrides, or why these cannot be composed.
+        configs, blocked: as of ``compare_rows``.
         moved: overrides of the command line that make other configs than the paper's.
         mixed: other reasons why no row is comparable with the paper.
-        blocked: why runs of configs could not begin, by ``sha256``.
     """
     reasons = [*table_comparison.given_by_hand(moved), *mixed]
     base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
