@@ -28,9 +28,6 @@ def embed_folder(
     ``<folder>/<class>/.../<image>`` gives the labels, numbers of the sorted classes; ``query/<class>/...`` with
     ``gallery/<class>/...`` both sets. Images without class folders are each a class of its own. The ids count the
     images; the file's metadata names them (``paths``) and the classes (``classes``), as lists in JSON.
-
-    Args:
-        batch_size, num_workers, progress: see ``TrainedModel.embed``.
     """
     folder, output = Path(folder).expanduser(), Path(output).expanduser()
     if output.suffix != ".safetensors" or not output.parent.is_dir():

@@ -39,9 +39,7 @@ def explain_runs(
 ) -> None:
     """Write a PNG: images in rows; for each run the weights of its pooling, and its prototypes where it has any.
 
-    Args:
-        run_dirs: complete runs on the same data, with their weights kept.
-        images: rows of the data set's table or paths of images in it; None draws ``num_images`` test images.
+    ``images`` are rows of the data set's table or paths in it; None draws ``num_images`` test images.
     """
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]

@@ -75,7 +75,6 @@ def export_run(
 
     Args:
         run_dir: a complete run with its weights; or an exported folder.
-        output: a folder that does not exist yet.
         formats: graphs to write, of ``GRAPHS``; None: each that is possible here.
         license: of the weights, as hubs call it (``cc-by-4.0``); None: not stated.
 
@@ -239,13 +238,7 @@ def model_card(
     model: TrainedModel, *, license: str | None, graphs: Mapping[str, str], left_out: Mapping[str, str],
     modules: Sequence[str],
 ) -> str:  # fmt: skip
-    """Markdown with the header that hubs read.
-
-    Args:
-        graphs: files by format.
-        left_out: reasons by format.
-        modules: packages of somebody else that the model needs.
-    """
+    """Markdown with the header that hubs read; ``graphs`` are files, ``left_out`` reasons, both by format."""
     result, config = model.result, model.config
     origin, base = _origin(config, result)
     head = {

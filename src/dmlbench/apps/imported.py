@@ -58,7 +58,6 @@ def import_config(cfg: DictConfig) -> Imported:
     A file has rows [N, D] and labels [N] of the protocol's test images of its fold, and if possible ``ids``: rows of
     the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
     stand in the table's order. Labels may be numbers of any kind, but one for each class.
-
     """
     check_file_name(cfg.name)
     protocol = component(cfg.protocol)

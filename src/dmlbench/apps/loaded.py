@@ -158,7 +158,7 @@ def open_given(
 
     Args:
         transform: of the run, for evaluation.
-        size: height and width of the run's images; others are refused where the transform does not resize.
+        size: height and width of the run's images; others raise an error where the transform does not resize.
         of: what the error calls the run.
     """
     if isinstance(transform, CropTransform):
@@ -377,12 +377,7 @@ def foreign_modules(config: DictConfig) -> list[str]:
 
 
 def _plain_config(path: Path, modules: tuple[str, ...]) -> DictConfig:
-    """A configuration from elsewhere, if it is data: no interpolation, no place in a network, and known components.
-
-    Args:
-        path: of the file.
-        modules: packages whose components are allowed, too.
-    """
+    """A configuration from elsewhere, if it is data: no interpolation, no place in a network, and known components."""
     content = read_config(path)
     if place := next((place for place, value in leaves(content) if "${" in f"{place}{value}"), None):
         raise ConfigError(f"{path}: {place} is an interpolation, expected a value. Get the folder again.")

@@ -20,7 +20,7 @@ from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
-from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
+from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
 from dmlbench.results.run_scores import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
@@ -100,10 +100,9 @@ class Summary:
 def summarize(plan: Plan, specs: Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
     """Summarize all complete runs of each config, by ``sha256``, as are the ``specs``."""
     bar = tqdm(plan.configs, "summarizing", unit="config", disable=not sys.stderr.isatty() or len(plan.configs) < 3)
-    runs: dict[str, list[Run]] = {config.sha256: [] for config in plan.configs}
-    for run in plan.runs:
-        runs[run.config.sha256].append(run)
-    return {config.sha256: _summary(runs[config.sha256], specs[config.sha256]) for config in bar}
+    return {
+        config.sha256: _summary([r for r in plan.runs if r.config == config], specs[config.sha256]) for config in bar
+    }
 
 
 def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
@@ -128,15 +127,13 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
 
 
 def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[str, Any]:
-    complete = [run for run in runs if run.state == "done"]
+    complete = [(run.fold, run.repeat) for run in runs if run.state == "done"]
     known = read_aggregate(folder)
-    if known is not None:
-        is_current = is_of_runs(folder, known, [(run.fold, run.repeat) for run in complete])
-        if is_current and has_scores(known, spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})):
+    if known is not None and is_current(folder, known, complete):
+        own = spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})
+        if has_scores(known, own):
             return known
-    return aggregate_config(
-        runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty()
-    )  # fmt: skip
+    return aggregate_config(runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty())
 
 
 def compare_rows(

@@ -137,13 +137,9 @@ def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
 
 
 def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
-    """Settings in ``groups`` that are not by their option or a paper's recipe, each with what set it.
+    """Settings of a run's resolved configuration that are not by their option or a paper's recipe, with what set each.
 
     Of a user's own experiments and recipes, only overrides of the command line are known.
-
-    Args:
-        container: the resolved configuration of a run.
-        groups: such as ``pooling``.
     """
     runtime = container.get("runtime") or {}
     experiment = (runtime.get("choices") or {}).get("experiment")

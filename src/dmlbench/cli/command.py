@@ -174,13 +174,9 @@ def _name(job: list[str], jobs: Sequence[list[str]]) -> str:
 
 
 def launch(task: TaskFunction, jobs: Sequence[Sequence[str]], overrides: Sequence[str], first: int) -> list[JobReturn]:
-    """Run jobs of ``dmlbench train`` with the launcher that overrides choose; inside of ``composing()``.
+    """Run jobs of ``dmlbench train``, given by their overrides, with the launcher that ``overrides`` choose.
 
-    Args:
-        task: runs a job's configuration.
-        jobs: overrides of each job.
-        overrides: of Hydra's own keys, such as ``hydra/launcher=joblib``, and of keys that these depend on.
-        first: number of the first job.
+    These are of Hydra's own keys and of those that they depend on. To be called inside of ``composing()``.
     """
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None

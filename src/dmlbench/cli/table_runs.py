@@ -37,13 +37,7 @@ def run_table(
     cfg: DictConfig, table: Table, shard: tuple[int, int], given: Sequence[str], launching: Sequence[str],
     config_dir: Path | None,
 ) -> None:  # fmt: skip
-    """Plan, run, compare.
-
-    Args:
-        shard: (i, n) for the i-th of n parts of the runs.
-        given: overrides of the runs.
-        launching: overrides of Hydra's launchers.
-    """
+    """Plan, run part i of n (``shard``), compare. Overrides: ``given`` of runs, ``launching`` of Hydra's launchers."""
     with quiet("dmlbench.recipes"):  # each run logs what its recipe set
         configs = compose_configs(table.wanted, train.composed_run)
         known = [config for config in configs.values() if not isinstance(config, str)]

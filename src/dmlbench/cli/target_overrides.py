@@ -28,12 +28,6 @@ def settle_targets(
     What ``overrides`` give stays, and so do interpolated arguments that the new component takes, such as the number of
     classes. A subclass of the option's component keeps all.
 
-    Args:
-        cfg: the composed configuration; changed.
-        overrides: of the command line.
-        choices: the chosen option of each group.
-        folders: configuration folders, where the options are.
-
     Returns:
         Name of the class by group, of groups whose component was exchanged.
     """

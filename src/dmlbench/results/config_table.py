@@ -31,10 +31,6 @@ def make_table(
     """A row for each summary of ``aggregate_config``.
 
     Args:
-        title: above the table.
-        summaries: of the configs.
-        labels: of the rows.
-        metrics: names of the scores.
         facts: of the splits, as first columns.
         differing: notes on settings in which the rows differ beyond their labels.
     """

@@ -32,24 +32,14 @@ _JOINED = "concatenated_"
 
 @dataclass(frozen=True)
 class ConfigRuns:
-    """The complete runs of a config.
-
-    Attributes:
-        path: folder of the config.
-        runs: run directories by fold and repeat, ascending.
-        results: ``result.json`` of each.
-        distance_of: the distance of a run, by its directory.
-        known: the config's summary so far, of the same runs.
-        force: rank collections again, although their scores are known.
-        progress: whether to show progress bars.
-    """
+    """The complete runs of a config."""
 
     path: Path
-    runs: Mapping[Coordinates, Path]
-    results: Mapping[Coordinates, Mapping[str, Any]]
+    runs: Mapping[Coordinates, Path]  # ascending
+    results: Mapping[Coordinates, Mapping[str, Any]]  # ``result.json`` of each
     distance_of: DistanceOf
-    known: Mapping[str, Any] | None = None
-    force: bool = False
+    known: Mapping[str, Any] | None = None  # the config's summary so far, of the same runs
+    force: bool = False  # rank collections again, although their scores are known
     progress: bool = False
 
     @property
@@ -65,19 +55,15 @@ class ConfigRuns:
 
 
 class AggregationRule(Protocol):
-    """What makes a summary of runs.
-
-    Attributes:
-        scored_on: which scores of the runs it summarizes.
-        spread: what its standard deviations are over, in words.
-        one_test_set: whether all folds are tested on the same images (optional, True).
-    """
+    """What makes a summary of runs; a rule whose folds have test sets of their own sets ``one_test_set`` to False."""
 
     @property
     def scored_on(self) -> Literal["test", "val"]: ...
 
     @property
-    def spread(self) -> str: ...
+    def spread(self) -> str:
+        """What its standard deviations are over, in words."""
+        ...
 
     def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
         """``{"scores": {kind: {score: {"mean", "std"}}}, "raw": scores of the runs by coordinates, ...}``."""

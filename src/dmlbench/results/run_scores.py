@@ -57,16 +57,20 @@ def scores_of_run(
         ConfigError: a metric that the run's distance does not allow.
     """
     spec = spec_of_run(spec, result)
-    known = scores_of_result(result, spec)
+    ways = {result["search"], result.get("kmeans"), ""}
+    tested = result["metrics"].get("test") or {}
+    known = {name: value for name, value in tested.items() if _way(score_named(name), spec) in ways}
     missing = [score for score in spec.scores if score.name not in known]
     if missing:
-        bound = _bound_to(run_dir, result)
+        require_tested(run_dir, result)
+        if not (run_dir / EMBEDDINGS).exists():
+            raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
+        bound = require_own_files(run_dir, result)
         kept = _kept(run_dir, bound)
-        for score in list(missing):
-            value = kept.get(_way(score, spec), {}).get(score.name)
-            if value is not None:
-                known[score.name] = value
-                missing.remove(score)
+        for score in missing:
+            if score.name in (scores := kept.get(_way(score, spec), {})):
+                known[score.name] = scores[score.name]
+        missing = [score for score in missing if score.name not in known]
     if missing:
         names = [score.name for score in missing]
         log.info("%s: computing %s from the stored embeddings", run_dir, ", ".join(names))
@@ -85,25 +89,11 @@ def scores_of_run(
     return known
 
 
-def scores_of_result(result: Mapping[str, Any], spec: EvaluationSpec) -> dict[str, float]:
-    """Test scores of a result by the search and k-means of ``spec``."""
-    ways = {result["search"], result.get("kmeans"), ""}
-    tested = result["metrics"].get("test") or {}
-    return {name: value for name, value in tested.items() if _way(score_named(name), spec) in ways}
-
-
 def _way(score: Score, spec: EvaluationSpec) -> str:
     """What a score depends on besides the embeddings: the search, or how clusters are found."""
     if of_queries([score]):
         return spec.search
     return spec.kmeans if score.metric.reads == "clusters" else ""
-
-
-def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
-    require_tested(run_dir, result)
-    if not (run_dir / EMBEDDINGS).exists():
-        raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
-    return require_own_files(run_dir, result)
 
 
 def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:

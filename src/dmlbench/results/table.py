@@ -32,33 +32,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """Entries and texts under heads, with notes.
+    """Entries, texts or None (printed as a dash) under heads, with notes.
 
-    Attributes:
-        title: above the table.
-        frame: entries, texts or None, printed as a dash; its index labels the rows; columns are heads or (group, head).
-        notes: lines under the table.
-        about: what the table is, after the title.
-        align: "l", "c" or "r" for the labels and each column; text and Markdown right-align what LaTeX centers.
-        blocks: heading of the block of each row; empty for a table without blocks.
-        higher_is_better: of each column, whether its highest mean is marked; empty where nothing is.
-        competes: of each row, whether it may be the best.
-        cautions: notes that the caption in LaTeX must not leave out.
-        row_notes: notes of each row, in the CSV.
-        data: what the CSV holds instead of means, standard deviations and ``row_notes``.
+    The index of ``frame`` labels the rows; its columns are heads or (group, head).
     """
 
     title: str
     frame: pd.DataFrame
-    notes: tuple[str, ...] = ()
-    about: str = ""
-    align: str = ""
-    blocks: tuple[str, ...] = ()
-    higher_is_better: tuple[bool, ...] = ()
-    competes: tuple[bool, ...] = ()
-    cautions: tuple[str, ...] = ()
-    row_notes: tuple[tuple[str, ...], ...] = ()
-    data: pd.DataFrame | None = None
+    notes: tuple[str, ...] = ()  # lines under the table
+    about: str = ""  # what the table is, after the title
+    align: str = ""  # "l", "c" or "r" for the labels and each column; text and Markdown right-align what LaTeX centers
+    blocks: tuple[str, ...] = ()  # heading of the block of each row
+    higher_is_better: tuple[bool, ...] = ()  # of each column, whether its highest mean is marked
+    competes: tuple[bool, ...] = ()  # of each row, whether it may be the best
+    cautions: tuple[str, ...] = ()  # notes that the caption in LaTeX must not leave out
+    row_notes: tuple[tuple[str, ...], ...] = ()  # notes of each row, in the CSV
+    data: pd.DataFrame | None = None  # what the CSV holds instead of means, standard deviations and ``row_notes``
 
     @property
     def columns(self) -> list[tuple[str, ...]]:

@@ -34,22 +34,14 @@ def tolerance(paper_std: float | None, our_std: float | None) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A score of a paper and ours, both in the paper's unit.
-
-    Attributes:
-        score: the paper's.
-        verdict: one of the words above, or "quoted".
-        mean, std: ours.
-        kind: which of our scores it is: separated, concatenated, best or mean.
-        note: why it is not comparable, what it needs, or why it was not run.
-    """
+    """A score of a paper and ours, both in the paper's unit."""
 
     score: PaperScore
-    verdict: str
+    verdict: str  # one of the words above, or "quoted"
     mean: float | None = None
     std: float | None = None
-    kind: str = ""
-    note: str = ""
+    kind: str = ""  # which of our scores it is: separated, concatenated, best or mean
+    note: str = ""  # why it is not comparable, what it needs, or why it was not run
 
     @property
     def difference(self) -> float | None:
@@ -69,7 +61,6 @@ def compare(
     """Compare a paper's score with a config's.
 
     Args:
-        score: of the paper.
         summary: of ``aggregate_config``; None for a config without complete runs.
         reasons: why no score of this config is comparable with the paper's.
         label: of our metric, if it is not the paper's label.
@@ -127,14 +118,7 @@ def count_of_verdicts(verdicts: Iterable[str]) -> str:
 
 
 def side_by_side(name: str, about: str, comparisons: Sequence[Comparison], notes: Sequence[str]) -> Table:
-    """A paper's table vs. ours, in blocks of the same data set, backbone, protocol, size and setting.
-
-    Args:
-        name: as in "gsp/table2".
-        about: what the table is.
-        comparisons: score by score in the paper's order.
-        notes: caveats of our numbers.
-    """
+    """The paper's table ``name`` vs. ours, in blocks of the same data set, backbone, protocol, size and setting."""
     reasons = rows_of_facts([[c.note] if c.note else [] for c in comparisons], [c.score.row for c in comparisons])
     foot = (
         count_of_verdicts(comparison.verdict for comparison in comparisons),

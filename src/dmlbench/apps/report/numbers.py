@@ -157,10 +157,7 @@ def classes(
 ) -> dict[str, Any]:  # fmt: skip
     """Scores by class of the queries, a config's being means over its complete runs.
 
-    Args:
-        metrics: scores to show; what belongs to whole sets has no classes.
-        names: by label, or None where they are not known.
-        most: classes to keep, those of the lowest first score, averaged over the configs.
+    ``names`` are by label, if known. The ``most`` classes of the lowest first score, averaged over the configs, stay.
     """
     table = pd.concat({i: _by_class(config) for i, config in enumerate(configs)}, names=["config"])
     shown = [name for name in metrics if name in table]

@@ -49,8 +49,6 @@ def write_page(
     """Write a page of configs, a part for each data set and protocol.
 
     Args:
-        grouped: what ``find_configs`` found.
-        spec: the scores to show.
         num_queries: queries to show with the ``num_nearest`` images nearest to them; 0 for none.
         num_classes: classes to list, the hardest.
         with_overlays: whether to load each config's first model and show what its pooling looks at.

@@ -106,10 +106,8 @@ def draw_report(
 ) -> None:
     """Write a PNG: scores of all configs on top, retrieved images of one run of each trained config below.
 
-    Args:
-        configs: of one data set and protocol.
-        num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
-            trained config, if it has enough.
+    The ``num_queries`` queries are the same for every config; half are failures of the first trained one, if it has
+    enough.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
