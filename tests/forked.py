@@ -24,7 +24,7 @@ _IMPORTED_BEFORE = [
     *(
         "dmlbench.runner",
         "dmlbench.apps.reevaluate",
-        "dmlbench.apps.compare",
+        "dmlbench.apps.tables",
         "dmlbench.apps.report.picture",
         "dmlbench.apps.report.page",
         "torch._dynamo",

@@ -25,7 +25,7 @@ IMPORTED_BEFORE = (
         "dmlbench.cli.train",
         "dmlbench.runner",
         "dmlbench.apps.reevaluate",
-        "dmlbench.apps.compare",
+        "dmlbench.apps.tables",
     ),
     *(
         "dmlbench.apps.report.picture",

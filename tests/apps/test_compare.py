@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.compare import compare_configs
+from dmlbench.apps.tables import compare_configs
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.store import write_result
 from dmlbench.runtime import derive_seed

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmlbench.apps.compare import compare_configs
 from dmlbench.apps.loaded import load_run
 from dmlbench.apps.report.picture import draw_report
-from dmlbench.apps.tables import ConfigSummary
+from dmlbench.apps.tables import ConfigSummary, compare_configs
 from dmlbench.cli import commands
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings

@@ -16,8 +16,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_config, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
 from dmlbench.results.collections import collections
-from dmlbench.results.rules import COLLECTIONS, RULES, rule_named
-from dmlbench.results.run_scores import SCORES, scores_of_run
+from dmlbench.results.rules import COLLECTIONS, RULES, SCORES, rule_named, scores_of_run
 from dmlbench.results.store import (
     CONFIG,
     EMBEDDINGS,
@@ -218,7 +217,7 @@ def test_scores_requested_later_are_computed_once(tmp_path, monkeypatch) -> None
     def never(*_: object, **__: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("dmlbench.results.run_scores.evaluate", never)
+    monkeypatch.setattr("dmlbench.results.rules.evaluate", never)
     monkeypatch.setattr("dmlbench.results.collections.concatenated_scores", never)
     assert aggregate_config(runs, later, progress=False) == summary
     (runs[0].path.parent / AGGREGATE).unlink()

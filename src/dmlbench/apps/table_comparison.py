@@ -22,7 +22,7 @@ from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
-from dmlbench.results.run_scores import spec_of_run
+from dmlbench.results.rules import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of

@@ -163,8 +163,7 @@ def aggregate(cfg: DictConfig) -> None:
 
 
 def table(cfg: DictConfig) -> None:
-    from dmlbench.apps.compare import compare_configs
-    from dmlbench.apps.tables import build_tables, find_configs, runs_frame
+    from dmlbench.apps.tables import build_tables, compare_configs, find_configs, runs_frame
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write, remove_leftovers
 

@@ -13,10 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps import table_rows
 from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of
-from dmlbench.cli.arguments import CommandLine, in_train
+from dmlbench.cli.arguments import CommandLine, in_train, key_of
 from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.errors import groups
-from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import config_folders, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
@@ -68,7 +67,7 @@ def _reproduce(
     log.info("planning %s", name)
     reproduce = reproduce_of(experiments(folders)[name])
     if reproduce.get("commands") and not reproduce.get("rows"):
-        from dmlbench.cli.table_commands import run_commands
+        from dmlbench.cli.table_runs import run_commands
 
         run_commands(name, reproduce, cfg, given, config_dir)
         return

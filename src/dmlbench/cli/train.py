@@ -12,10 +12,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.arguments import CommandLine, for_hydra, key_of, settle_targets
 from dmlbench.cli.command import run_command
 from dmlbench.cli.errors import explain, root_cause
-from dmlbench.cli.target_overrides import key_of, settle_targets
 from dmlbench.config import composing, settle
 from dmlbench.types import ConfigError, DmlbenchError, flatten
 

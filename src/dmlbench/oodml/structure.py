@@ -23,7 +23,7 @@ from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, kept_of, notes_of, write_notes
-from dmlbench.results.run_scores import scores_of_run
+from dmlbench.results.rules import scores_of_run
 from dmlbench.results.store import read_result, require_own_files
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, write_json

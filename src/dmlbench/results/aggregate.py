@@ -8,8 +8,7 @@ from typing import Any
 
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.rules import COLLECTIONS, ConfigRuns, rule_named, stored_collections
-from dmlbench.results.run_scores import DistanceOf, spec_of_run
+from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
 from dmlbench.results.store import (
     RESULT,
     Coordinates,
