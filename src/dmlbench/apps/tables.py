@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_tab
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
 from dmlbench.results.store import (
     CONFIG,
-    Coordinates,
     RunInfo,
     find_runs,
     read_result,
@@ -52,6 +51,11 @@ class ConfigSummary:
     summary: dict[str, Any]  # of ``aggregate_config``
     label: str
     differing: tuple[str, ...] = ()  # notes on settings in which the configs of its table differ beyond their labels
+
+    @property
+    def complete(self) -> list[Path]:
+        """Directories of the complete runs."""
+        return [run.path for run in self.runs if run.state == "done"]
 
 
 def asked_columns(spec: EvaluationSpec) -> list[str]:
@@ -97,14 +101,10 @@ def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[
     """Label configs by (data set, protocol), trained ones first."""
     result = {}
     for key, everything in grouped.items():
-        done = [next(run.path for run in runs if run.state == "done") for _, runs, _ in everything]
-        choices = [summary["choices"] for _, _, summary in everything]
-        labels, differing = labels_of_runs(list(zip(done, choices, strict=True)))
-        labels = _distinct(labels, [path for path, _, _ in everything])
-        named = [
-            ConfigSummary(path, tuple(runs), summary, label, tuple(differing))
-            for (path, runs, summary), label in zip(everything, labels, strict=True)
-        ]
+        found = [ConfigSummary(path, tuple(runs), summary, "") for path, runs, summary in everything]
+        labels, differing = labels_of_runs([(config.complete[0], config.summary["choices"]) for config in found])
+        labels = _distinct(labels, [config.path for config in found])
+        named = [replace(c, label=label, differing=tuple(differing)) for c, label in zip(found, labels, strict=True)]
         result[key] = sorted(named, key=lambda config: ("(untrained)" not in config.label, config.label))
     return result
 
@@ -224,7 +224,11 @@ def compare_configs(
     configs = [runs[0].path.parent for runs in found]
     if len(set(configs)) != 2:
         raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
-    runs = [_results(of_config) for of_config in found]
+    done = [{(run.fold, run.repeat): run.path for run in of_config if run.state == "done"} for of_config in found]
+    runs = [{key: read_result(path) for key, path in paths.items()} for paths in done]
+    for paths, results in zip(done, runs, strict=True):
+        for key, path in paths.items():
+            require_own_place(path, results[key])
     common = sorted(set(runs[0]) & set(runs[1]))
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
     left_out = tuple(f"{run_name(key)} ({configs[key in runs[1]].name})" for key in lonely)
@@ -235,8 +239,8 @@ def compare_configs(
         if differing := [name for name in _SAME if runs[0][key][name] != runs[1][key][name]]:
             raise RunError(f"{run_name(key)}: the configs differ in {', '.join(differing)}, so they are no pair.")
     scores = [
-        {key: _scores(path / run_name(key), results[key], spec) for key in common}
-        for path, results in zip(configs, runs, strict=True)
+        {key: _scores(paths[key], results[key], spec) for key in common}
+        for paths, results in zip(done, runs, strict=True)
     ]
     metrics = asked_columns(spec)
     known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
@@ -247,10 +251,10 @@ def compare_configs(
         metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
         for metric in metrics
     }
-    _, settings = labels_of_runs(
-        [(path / run_name(common[0]), of[common[0]]["choices"]) for path, of in zip(configs, runs, strict=True)]
-    )
-    warned = by_row([_cautions(results, common, spec) for results in runs], ("A", "B"))
+    at = common[0]
+    _, settings = labels_of_runs([(paths[at], of[at]["choices"]) for paths, of in zip(done, runs, strict=True)])
+    told = [dict.fromkeys(note for key in common for note in _cautions(of[key], spec)) for of in runs]
+    warned = by_row([list(notes) for notes in told], ("A", "B"))
     return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(settings), tuple(warned))
 
 
@@ -262,27 +266,16 @@ def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
     return runs_in(configs[0])  # also those beyond a pattern of runs
 
 
-def _results(runs: Sequence[RunInfo]) -> dict[Coordinates, dict[str, Any]]:
-    results = {}
-    for run in runs:
-        if run.state == "done":
-            results[run.fold, run.repeat] = read_result(run.path)
-            require_own_place(run.path, results[run.fold, run.repeat])
-    return results
+def _is_validated(result: Mapping[str, Any]) -> bool:
+    return rule_named(result["aggregation"]).scored_on == "val"
 
 
 def _scores(run_dir: Path, result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
-    if rule_named(result["aggregation"]).scored_on == "val":
+    if _is_validated(result):
         return result["metrics"]["val"]
     return scores_of_run(run_dir, result, spec, distance_of=distance_of_run)
 
 
-def _cautions(
-    results: Mapping[Coordinates, Mapping[str, Any]], common: Sequence[Coordinates], spec: EvaluationSpec
-) -> list[str]:
-    is_validated = rule_named(results[common[0]]["aggregation"]).scored_on == "val"
-    scored_on = {"scored_on": "validation"} if is_validated else {}
-    found = [
-        cautions({**results[key], "search": spec_of_run(spec, results[key]).search, **scored_on}) for key in common
-    ]
-    return list(dict.fromkeys(note for notes in found for note in notes))
+def _cautions(result: Mapping[str, Any], spec: EvaluationSpec) -> list[str]:
+    scored_on = {"scored_on": "validation"} if _is_validated(result) else {}
+    return cautions({**result, "search": spec_of_run(spec, result).search, **scored_on})

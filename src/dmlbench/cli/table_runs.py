@@ -273,10 +273,7 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
     measured = [read_json(command.output) for command in commands if command.output is not None and command.is_done]
     notes = dict.fromkeys(note for one in measured for note in one["notes"])
     of_numbers = [note for note in notes if note.startswith("halves of")]  # what the distances are of, as in the paper
-    reasons = [
-        *table_comparison.given_by_hand(table_comparison.moving(given)),
-        *(note for note in notes if note not in of_numbers),
-    ]
+    reasons = [*table_comparison.given_by_hand(given), *(note for note in notes if note not in of_numbers)]
     averages, texts, of_bars = _averaged_bars(name, commands, folder.parents[1])
     if texts:
         measured.append(averages)

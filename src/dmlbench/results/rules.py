@@ -1,6 +1,6 @@
 """Scores of complete runs by any metric, and aggregation rules: how the runs of a config become one summary.
 
-Scores that a result lacks are computed once from the run's embeddings. A protocol names its rule in ``aggregation``: a key of ``RULES``, or the importable name of an ``AggregationRule``.
+A protocol names its rule in ``aggregation``: a key of ``RULES``, or the importable name of an ``AggregationRule``.
 """
 
 import dataclasses

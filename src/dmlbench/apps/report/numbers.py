@@ -14,7 +14,7 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import identity, papers
-from dmlbench.apps.report.picture import first_run, is_trained
+from dmlbench.apps.report.picture import is_trained
 from dmlbench.apps.table_comparison import differences_to_paper, provenance_of
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
@@ -128,7 +128,7 @@ def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:
 
 
 def _curves(config: ConfigSummary) -> dict[str, Any]:
-    paths = _complete(config)
+    paths = config.complete
     for path in paths:
         if is_trained(path) and not (path / HISTORY).exists():
             log.warning("%s is missing: the curves are without this run", path / HISTORY)
@@ -185,7 +185,7 @@ def classes(
 def _by_class(config: ConfigSummary) -> pd.DataFrame:
     """Means by label over the queries of a run, then over runs; empty where no run has kept its queries' scores."""
     found = []
-    for path in filter(Path.exists, (run / PER_QUERY for run in _complete(config))):
+    for path in filter(Path.exists, (run / PER_QUERY for run in config.complete)):
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         except (OSError, ValueError, KeyError) as error:
@@ -198,13 +198,13 @@ def _by_class(config: ConfigSummary) -> pd.DataFrame:
 
 def settings(config: ConfigSummary) -> dict[str, str]:
     """What the config is made of, by key."""
-    stored = read_config(first_run(config) / CONFIG)
+    stored = read_config(config.complete[0] / CONFIG)
     return {key: "null" if value is None else str(value) for key, value in config_settings(stored).items()}
 
 
 def provenance(config: ConfigSummary) -> list[tuple[str, str]]:
     """Where a config's numbers come from, as names and values; what differs between its runs is listed."""
-    runs = [read_result(path) for path in _complete(config)]
+    runs = [read_result(path) for path in config.complete]
     first, summary = runs[0], config.summary
     told = summary.get("imported")
     selected = "on the test set" if summary["val_is_test"] else "on validation classes"
@@ -240,10 +240,6 @@ def _recipe(run: dict[str, Any]) -> str:
 
 def _listed(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(value for value in values if value))
-
-
-def _complete(config: ConfigSummary) -> list[Path]:
-    return [run.path for run in config.runs if run.state == "done"]
 
 
 def _short(value: float) -> float:
@@ -300,7 +296,7 @@ def _option(choices: Mapping[str, Any], group: str) -> str:
 
 
 def _beside(name: str, row: Row, cfg: DictConfig, config: ConfigSummary, index: int) -> dict[str, Any]:
-    run, score = first_run(config), row.score
+    run, score = config.complete[0], row.score
     assert score is not None
     result = read_result(run)
     provenance = provenance_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])

@@ -33,11 +33,6 @@ DRAWN_FOR_EACH = 8
 _TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
 
 
-def first_run(config: ConfigSummary) -> Path:
-    """The first complete run."""
-    return next(run.path for run in config.runs if run.state == "done")
-
-
 def is_trained(run_dir: Path) -> bool:
     """Whether a run took optimizer steps here, so that it has a history and weights."""
     return bool(read_result(run_dir).get("steps"))
@@ -46,10 +41,10 @@ def is_trained(run_dir: Path) -> bool:
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
     """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
     shown = [
-        config for config in configs if "(untrained)" not in config.label and (first_run(config) / EMBEDDINGS).exists()
+        config for config in configs if "(untrained)" not in config.label and (config.complete[0] / EMBEDDINGS).exists()
     ]
-    for run_dir in map(first_run, shown):
-        require_own_files(run_dir, read_result(run_dir))
+    for config in shown:
+        require_own_files(config.complete[0], read_result(config.complete[0]))
     return [config for config in shown if all(config.summary[key] == shown[0].summary[key] for key in _TESTED_ON)]
 
 
@@ -81,11 +76,11 @@ def retrieved(config: ConfigSummary, chosen: IntArray, count: int) -> list[tuple
 
 def _nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
     """The queries ``rows`` of a config's first run, what is searched, and the nearest of it."""
-    stored = load_embeddings(first_run(config) / EMBEDDINGS)
+    stored = load_embeddings(config.complete[0] / EMBEDDINGS)
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
     some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
     count = min(count, len(searched) - 1)
-    return some, searched, search.nearest(some, searched, count, distance=distance_of_run(first_run(config)))
+    return some, searched, search.nearest(some, searched, count, distance=distance_of_run(config.complete[0]))
 
 
 def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
@@ -131,7 +126,7 @@ def draw_report(
     ]
     top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
     if shown:
-        table = table_of_run(first_run(shown[0]), shown[0].summary)
+        table = table_of_run(shown[0].complete[0], shown[0].summary)
         chosen, _ = chosen_queries(shown[:1], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):
@@ -169,7 +164,7 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
 
 def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
     lines = retrieved(config, chosen, num_nearest)
-    title = f"{config.label}: query and its {num_nearest} nearest ({first_run(config).name})"
+    title = f"{config.label}: query and its {num_nearest} nearest ({config.complete[0].name})"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(lines), 1 + len(lines[0][1]), squeeze=False)
     for line, (query, near) in zip(axes, lines, strict=True):
