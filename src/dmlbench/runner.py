@@ -40,7 +40,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import Pruned, RunError, RunInUse
+from dmlbench.types import ImageTable, Pruned, RunError, RunInUse, Split
 
 log = logging.getLogger(__name__)
 
@@ -266,18 +266,11 @@ def _result(
     experiment: Experiment, config: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None,
     hashes: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    setup, protocol = experiment.setup, experiment.protocol
-    table, split = setup.data.table, setup.data.split
+    setup = experiment.setup
     return {
         "config_id": config,
         "config_sha256": experiment.config_sha256,
-        "dataset": table.name,
-        "dataset_fingerprint": table.fingerprint,
-        **({"data_notes": list(table.notes)} if table.notes else {}),
-        "protocol": protocol.name,
-        "aggregation": protocol.aggregation,
-        "num_folds": protocol.num_folds,
-        "num_repeats": protocol.num_repeats,
+        **tested_result(setup.data.table, experiment.protocol, setup.data.split, test),
         **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "run_sha256")},
         "choices": setup.choices,
         **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
@@ -285,28 +278,37 @@ def _result(
         **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
         **({"code_sha256": experiment.code_sha256} if experiment.code_sha256 else {}),
         "git_commit": git_commit(),
-        "versions": package_versions(),
         "device": device_name(setup.device),
         "training": _training(experiment),
         "best_step": progress.best_step,
         "steps": progress.step,
         "stop_reason": progress.stop_reason,
         "monitor": setup.settings.monitor,
-        "val_is_test": split.val_is_test,
-        **({"facts": dict(split.facts)} if split.facts else {}),
         "search": test.search if test else setup.spec.search,
         **({"rerank": setup.rerank.description} if test and setup.rerank is not None else {}),
         "metrics": scores,
-        "n_query": test.n_query if test else 0,
         **_published_queries(setup.data),
-        "n_gallery": test.n_gallery if test else 0,
-        "n_skipped_queries": test.n_skipped_queries if test else 0,
-        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
-        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
         "pooling_started": setup.model.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(setup.device),
+    }
+
+
+def tested_result(table: ImageTable, protocol: Any, split: Split, test: Evaluation | None) -> dict[str, Any]:
+    """What the result of any run says of its data, protocol and test, with versions and time."""
+    return {
+        "dataset": table.name,
+        "dataset_fingerprint": table.fingerprint,
+        **({"data_notes": list(table.notes)} if table.notes else {}),
+        "protocol": protocol.name,
+        **{key: getattr(protocol, key) for key in ("aggregation", "num_folds", "num_repeats")},
+        "val_is_test": split.val_is_test,
+        **({"facts": dict(split.facts)} if split.facts else {}),
+        **{key: getattr(test, key) if test else 0 for key in ("n_query", "n_gallery", "n_skipped_queries")},
+        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
+        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
+        "versions": package_versions(),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -159,18 +159,14 @@ class SweepFailed(Exception):
 
 def raise_failures(jobs: Sequence[JobReturn]) -> None:
     """Raise ``SweepFailed`` if the return value of a job is an error."""
-    failed = [job for job in jobs if isinstance(job.return_value, Exception)]
+    given = [list(job.overrides or ()) for job in jobs]
+    failed = []
+    for job, overrides in zip(jobs, given, strict=True):
+        if isinstance(job.return_value, Exception):
+            own = [override for override in overrides if any(override not in other for other in given)]
+            failed.append((" ".join(filter_overrides(own or overrides)), job.return_value))
     if failed:
-        overrides = [list(job.overrides or ()) for job in jobs]
-        raise SweepFailed(
-            [(_name(list(job.overrides or ()), overrides), job.return_value) for job in failed], len(jobs)
-        )
-
-
-def _name(job: list[str], jobs: Sequence[list[str]]) -> str:
-    """The overrides of a job that not all jobs have."""
-    own = [override for override in job if any(override not in other for other in jobs)]
-    return " ".join(filter_overrides(own or job))
+        raise SweepFailed(failed, len(jobs))
 
 
 def launch(task: TaskFunction, jobs: Sequence[Sequence[str]], overrides: Sequence[str], first: int) -> list[JobReturn]:

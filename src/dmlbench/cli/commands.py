@@ -141,14 +141,12 @@ def aggregate(cfg: DictConfig) -> None:
         raise RunError(
             f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists what there is"
         )
+    how = {"allow_partial": cfg.allow_partial, "force": cfg.force, "progress": sys.stderr.isatty()}
     failures = []
     for number, (path, runs) in enumerate(configs.items(), start=1):
         print(f"[{number}/{len(configs)}] {path}")
         try:
-            summary = aggregate_config(
-                runs, spec, distance_of=distance_of_run, allow_partial=cfg.allow_partial, force=cfg.force,
-                progress=sys.stderr.isatty(),
-            )  # fmt: skip
+            summary = aggregate_config(runs, spec, distance_of=distance_of_run, **how)
         except DmlbenchError as error:
             failures.append(error)
             print(f"      FAILED: {error}")
