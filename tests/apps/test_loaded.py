@@ -236,11 +236,6 @@ def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> 
     for key, target, message in (
         ("pooling._target_", "os.system", r"pooling._target_: got os.system, expected a component .* here \[os\]"),
         ("pooling._target_", "dmlbench.results.store.remove_run", "expected a component of dmlbench"),
-        (
-            "pooling._target_",
-            "dmlbench.models.projection.Projection",
-            "got dmlbench.models.projection",
-        ),
         ("pooling._target_", ["os.system"], "expected a component of dmlbench"),
         ("backbone.name", "hf_hub:someone/model", "backbone.name: got hf_hub:someone/model, which would be fetched"),
     ):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from written_runs import write_run
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.apps.table_comparison import (
@@ -20,7 +21,7 @@ from dmlbench.apps.table_comparison import (
     seconds_per_run,
 )
 from dmlbench.papers import load_table
-from dmlbench.results.store import CONFIG, EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
+from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
 
@@ -59,19 +60,8 @@ def _plan(
 
 
 def _write(run, **changes: object) -> None:
-    make_directory(run.path)
-    result = dict.fromkeys(
-        ("n_query", "n_gallery", "steps", "n_skipped_queries", "val_is_test", "search", "monitor"), 0
-    )
-    result |= {
-        "config_id": run.config.name, "config_sha256": run.config.sha256,
-        "dataset": "glyphs", "dataset_fingerprint": "f" * 64,
-        "protocol": "mlrc", "aggregation": "collections", "num_folds": 2, "num_repeats": 2, "fold": run.fold,
-        "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat), "base_seed": 0, "choices": {},
-        "metrics": {"test": {"p_at_1": 0.5}}, "wall_s": 7200.0, "git_commit": "abc",
-    }  # fmt: skip
-    (run.path / CONFIG).write_text("fit: {}\n")
-    write_result(run.path, result | changes)
+    own = {"config_sha256": run.config.sha256, "dataset_fingerprint": "f" * 64, "num_folds": 2, "num_repeats": 2}
+    write_run(run.path, **own | {"wall_s": 7200.0, "git_commit": "abc"} | changes)
 
 
 def test_a_config_is_composed_once_for_all_folds_and_repeats(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dmlbench.results.collections import collections, confidence_interval, paire
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 RECALL_AT = (1, 2, 4)
+Members = list[list[EmbeddingSet]]
 
 
 def runs(
@@ -61,10 +62,7 @@ def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def evaluate_sum(
-    members: list[list[EmbeddingSet]],
-    galleries: list[list[EmbeddingSet]] | None,
-    choice: tuple[int, ...],
-    spec: EvaluationSpec,
+    members: Members, galleries: Members | None, choice: tuple[int, ...], spec: EvaluationSpec
 ) -> dict[str, np.ndarray]:
     """Scores by a full sort of the sums, fold by fold, of the members' exact similarities."""
     query, gallery = members[0][0], (galleries or members)[0][0]
@@ -252,12 +250,8 @@ def test_folds_may_have_different_numbers_of_repeats() -> None:
 def test_members_of_different_test_sets_are_rejected() -> None:
     members = runs(folds=2, repeats=2, size=30)
     other = members[1][0]
-    ids = other.ids.clone()
-    ids[7] = 99
-    swapped, shorter = (
-        EmbeddingSet(other.rows, other.labels, ids),
-        EmbeddingSet(other.rows[:5], other.labels[:5], other.ids[:5]),
-    )
+    swapped = EmbeddingSet(other.rows, other.labels, other.ids.flip(0))
+    shorter = EmbeddingSet(other.rows[:5], other.labels[:5], other.ids[:5])
     for wrong in (swapped, shorter):
         with pytest.raises(RunError, match="query ids of fold 1, repeat 0 differ from those of fold 0"):
             collections([members[0], [wrong]])

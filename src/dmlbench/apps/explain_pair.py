@@ -162,7 +162,10 @@ def explain_images(
         x[0].cpu().numpy() for x in (found.nodes, found.reliabilities, found.rectified, found.sensitivities)
     )
     values = {"delta": nodes, "reliability": p, "rectified": rectified, "sensitivity": sensitivities}
-    picked = [_pick(*level, num_nodes, reliable) for level in zip(nodes, p, strict=True)]
+    orders = []  # of the nodes that are at least as reliable as the reliable-th, by delta
+    for delta, own in zip(nodes, p, strict=True):
+        among = np.flatnonzero(own >= np.sort(own)[-reliable])
+        orders.append(among[np.argsort(delta[among], kind="stable")])
     inferences: tuple[Inference, ...] = ()
     if distance.inference == "rectified":
         inferences = _decompose(p, rectified, distance.normalized_edges().cpu().numpy(), 2 * num_nodes)
@@ -172,19 +175,12 @@ def explain_images(
         maps=tuple(x.float().cpu().numpy() for x in model.head.unit_activations(maps)),
         embeddings=distance.levels(rows)[0].cpu().numpy(),
         values=values | {"contribution": sensitivities * nodes},
-        similar=np.stack([similar for similar, _ in picked]),
-        dissimilar=np.stack([dissimilar for _, dissimilar in picked]),
+        similar=np.stack([order[:num_nodes] for order in orders]),
+        dissimilar=np.stack([order[::-1][:num_nodes] for order in orders]),
         reliable=reliable,
         inferences=inferences,
         settings={"variant": distance.variant, "inference": distance.inference},
     )
-
-
-def _pick(nodes: Floats, reliabilities: Floats, num_nodes: int, reliable: int) -> tuple[IntArray, IntArray]:
-    """The nodes of least and of greatest delta among those at least as reliable as the ``reliable``-th."""
-    among = np.flatnonzero(reliabilities >= np.sort(reliabilities)[-reliable])
-    order = among[np.argsort(nodes[among], kind="stable")]
-    return order[:num_nodes], order[::-1][:num_nodes]
 
 
 def _decompose(reliabilities: Floats, rectified: Floats, edges: Floats, num_below: int) -> tuple[Inference, ...]:

@@ -152,7 +152,11 @@ def compare_rows(
     for row in rows:
         if row.overrides in of_rows:
             labels.setdefault(of_rows[row.overrides].sha256, []).append(row.metric)
-    summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
+    specs = {}
+    for sha256, of_config in labels.items():
+        names = dict.fromkeys(score.name for label in of_config if (score := score_labeled(label)))
+        specs[sha256] = EvaluationSpec(metrics=tuple(names) or ("p_at_1",))
+    summaries = summarize(plan, specs)
     comparisons, deviations = [], {}
     for row in rows:
         assert row.score is not None
@@ -170,12 +174,6 @@ def compare_rows(
             comparisons.append(compare(row.score, summary, why, label=row.metric))
             deviations[row.label] = summary.get("deviations", ())
     return comparisons, by_fact(list(deviations.values()), list(deviations))
-
-
-def spec_for(labels: Sequence[str]) -> EvaluationSpec:
-    """The evaluation of metrics with these labels."""
-    asked = [score for score in map(score_labeled, labels) if score is not None]
-    return EvaluationSpec(metrics=tuple(dict.fromkeys(score.name for score in asked)) or ("p_at_1",))
 
 
 def differences_to_paper(score: PaperScore, summary: Mapping[str, Any], provenance: Provenance) -> list[str]:

@@ -102,11 +102,12 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
             raise ConfigError(f"name the {key} once, in one word, not in {', '.join(map(repr, line.words))}")
         given.append(f"{key}={line.words[0]}")
     if name == "train":
-        given = [_renamed(argument) for argument in given]
+        split = [argument.partition("=") for argument in given]
+        given = [f"{_IN_TRAIN.get(key, key)}{equals}{value}" for key, equals, value in split]
         keys = {}
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
-    given = with_new_arguments(given)
+    given = _with_new_arguments(given)
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given
 
@@ -114,11 +115,6 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
 def in_train(given: Sequence[str], *, is_grid: bool = False) -> list[str]:
     """Overrides of ``dmlbench train`` in Hydra's grammar."""
     return for_hydra("train", CommandLine(overrides=tuple(given), is_sweep=is_grid))
-
-
-def _renamed(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    return f"{_IN_TRAIN.get(key, key)}{equals}{value}"
 
 
 def _kind(key: str, annotation: Any) -> Any:
@@ -195,7 +191,7 @@ def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[s
     ]
 
 
-def with_new_arguments(arguments: Sequence[str]) -> list[str]:
+def _with_new_arguments(arguments: Sequence[str]) -> list[str]:
     """``loss._target_=.. loss.m=0.4`` with the marks that make Hydra take keys which the chosen option lacks."""
     named = [key.removesuffix("_target_") for key in map(key_of, arguments) if _names_a_target(key)]
     return [f"++{a}" if key_of(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
@@ -247,16 +243,6 @@ def key_of(override: str) -> str:
 
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:
     """The component that an option has by itself, empty if it has none."""
-    for folder in folders:
-        file = folder / group / f"{choice}.yaml"
-        if file.is_file():
-            content = _content(file)
-            return str((content or {}).get("_target_", "")) if isinstance(content, dict) else ""
-    return ""
-
-
-def _content(file: Path) -> Any:
-    try:
-        return load_yaml(file)
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}.") from error
+    files = (folder / group / f"{choice}.yaml" for folder in folders)
+    content = next((load_yaml(file) for file in files if file.is_file()), None)
+    return str((content or {}).get("_target_", ""))
