@@ -23,7 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _IMPORTED_BEFORE = [
     *(
         "dmlbench.runner",
-        "dmlbench.apps.reevaluate",
+        "dmlbench.apps.embeddings",
         "dmlbench.apps.tables",
         "dmlbench.apps.report.picture",
         "dmlbench.apps.report.page",

@@ -24,7 +24,7 @@ IMPORTED_BEFORE = (
         "dmlbench.cli.main",
         "dmlbench.cli.train",
         "dmlbench.runner",
-        "dmlbench.apps.reevaluate",
+        "dmlbench.apps.embeddings",
         "dmlbench.apps.tables",
     ),
     *(

@@ -21,10 +21,9 @@ from torch import nn
 import dmlbench
 from dmlbench import build
 from dmlbench.apps import export
-from dmlbench.apps.embed_folder import embed_folder
+from dmlbench.apps.embeddings import embed_folder, evaluate_from
 from dmlbench.apps.export import NoGraph, export_run, exported_program, of_format
 from dmlbench.apps.loaded import MANIFEST, PREPROCESSING, WEIGHTS, TrainedModel
-from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.components import component
 from dmlbench.config import compose, load_config
 from dmlbench.data.batches.transforms import identity

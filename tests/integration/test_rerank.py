@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench import runner as run_module
+from dmlbench.apps.embeddings import evaluate_from
 from dmlbench.apps.loaded import distance_of_run
-from dmlbench.apps.reevaluate import evaluate_from
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.checks import check
 from dmlbench.config import compose

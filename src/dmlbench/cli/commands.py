@@ -19,7 +19,7 @@ from dmlbench.config import listed
 from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least, check_file_name
 
 if TYPE_CHECKING:
-    from dmlbench.apps.reevaluate import Evaluated
+    from dmlbench.apps.embeddings import Evaluated
 
 OODML = {
     "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
@@ -58,7 +58,7 @@ STUDIES = {
 
 
 def evaluate(cfg: DictConfig) -> None:
-    from dmlbench.apps.reevaluate import evaluate_from
+    from dmlbench.apps.embeddings import evaluate_from
 
     result = evaluate_from(cfg)
     evaluation = result.evaluation
@@ -80,7 +80,7 @@ def evaluate(cfg: DictConfig) -> None:
 
 
 def _print_hardest(cfg: DictConfig, result: "Evaluated") -> None:
-    from dmlbench.apps.reevaluate import hardest
+    from dmlbench.apps.embeddings import hardest
 
     def name(item: int, label: int) -> str:
         return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
@@ -103,7 +103,7 @@ def export(cfg: DictConfig) -> None:
 
 def embed(cfg: DictConfig) -> None:
     path, images, output = cfg.model, cfg.images, cfg.output  # if missing, before torch is imported
-    from dmlbench.apps.embed_folder import embed_folder
+    from dmlbench.apps.embeddings import embed_folder
     from dmlbench.apps.loaded import load
 
     model = load(path, device=cfg.device, modules=cfg.modules)

@@ -282,9 +282,7 @@ class OverSplits:
                 f"{config.path}: scores over distance need two splits or more of different distance, these runs have "
                 f"{len(set(distances))}; run other folds"
             )
-        repeats = [
-            repeat for repeat in sorted({key[1] for key in rows}) if all((fold, repeat) in rows for fold in folds)
-        ]
+        repeats = sorted({r for _, r in rows if all((fold, r) in rows for fold in folds)})
         if not repeats:
             raise RunError(
                 f"{config.path}: no repeat has all of the {len(folds)} splits that were run; run the missing ones"
@@ -297,16 +295,11 @@ class OverSplits:
             areas = area_under(curves, distances)
             for kind, values in (("AGS", areas), ("mean", curves.mean(axis=1))):
                 scores[kind][name] = mean_and_std(values)
-        by_split = [
-            {
-                "fold": fold,
-                **facts[fold],
-                "scores": {
-                    name: mean_and_std([row[name] for (f, _), row in rows.items() if f == fold]) for name in names
-                },
-            }
-            for fold in folds
-        ]
+        by_split = []
+        for fold in folds:
+            own = [row for (f, _), row in rows.items() if f == fold]
+            means = {name: mean_and_std([row[name] for row in own]) for name in names}
+            by_split.append({"fold": fold, **facts[fold], "scores": means})
         tested = {fold: next(r for (f, _), r in config.results.items() if f == fold) for fold in folds}
         counts = {key: sum(r[key] for r in tested.values()) for key in ("n_query", "n_gallery", "n_skipped_queries")}
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), "by_split": by_split, **counts}
