@@ -17,14 +17,7 @@ from dmlbench.apps.loaded import TrainedModel, distance_of_run, load, load_run, 
 from dmlbench.components import component
 from dmlbench.data.readers.folder import PART_FOLDERS
 from dmlbench.data.readers.layouts import images_below, images_in, subfolders
-from dmlbench.evaluation.analysis import (
-    HardQuery,
-    check_hardest,
-    hardest_queries,
-    per_class_table,
-    per_query_table,
-    to_csv,
-)
+from dmlbench.evaluation import analysis
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, load_embeddings, save_embeddings
 from dmlbench.evaluation.embeddings.files import read_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, evaluate
@@ -149,10 +142,11 @@ def evaluate_from(cfg: DictConfig) -> Evaluated:
     if cfg.output is not None:
         write_json(Path(cfg.output), result.summary())
     if cfg.per_query is not None:
-        atomic_write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
+        atomic_write(Path(cfg.per_query), analysis.to_csv(analysis.per_query_table(result.queries, result.evaluation)))
     if cfg.per_class is not None:
         names = None if result.table is None else result.table.class_names
-        atomic_write(Path(cfg.per_class), to_csv(per_class_table(result.queries, result.evaluation, class_names=names)))
+        table = analysis.per_class_table(result.queries, result.evaluation, class_names=names)
+        atomic_write(Path(cfg.per_class), analysis.to_csv(table))
     return result
 
 
@@ -175,12 +169,12 @@ def _check_request(cfg: DictConfig) -> None:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
     if cfg.hardest is not None:
         spec: EvaluationSpec = component(cfg.evaluation)
-        check_hardest(cfg.hardest, cfg.hardest_by, score_names(of_queries(spec.scores)))
+        analysis.check_hardest(cfg.hardest, cfg.hardest_by, score_names(of_queries(spec.scores)))
 
 
-def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
+def hardest(result: Evaluated, *, count: int, metric: str) -> list[analysis.HardQuery]:
     """The queries of an evaluation with the lowest scores (see ``hardest_queries``)."""
-    return hardest_queries(
+    return analysis.hardest_queries(
         result.queries, result.gallery, result.evaluation, count=count, metric=metric,
         tile_bytes=result.spec.tile_bytes, distance=result.distance,
     )  # fmt: skip

@@ -16,17 +16,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from dmlbench.apps.loaded import (
-    CARD,
-    EXPORT_SCHEMA,
-    MANIFEST,
-    PREPROCESSING,
-    WEIGHTS,
-    TrainedModel,
-    foreign_modules,
-    load,
-    preprocessing,
-)
+from dmlbench.apps import loaded
+from dmlbench.apps.loaded import TrainedModel, load
 from dmlbench.components import imported
 from dmlbench.data.getting.catalog import SOURCES
 from dmlbench.evaluation.metrics.table import score_named
@@ -97,9 +88,9 @@ def export_run(
 
 def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, license: str | None) -> dict[str, str]:
     state = {name: x.detach().cpu().contiguous().clone() for name, x in model.network.state_dict().items()}
-    atomic_write(folder / WEIGHTS, save(state))
+    atomic_write(folder / loaded.WEIGHTS, save(state))
     atomic_write(folder / CONFIG, OmegaConf.to_yaml(_without_places(model.config)).encode())
-    write_json(folder / PREPROCESSING, preprocessing(model))
+    write_json(folder / loaded.PREPROCESSING, loaded.preprocessing(model))
     left_out: dict[str, str] = {}
     program: ExportedProgram | None = None
     for name in GRAPHS if formats is None else formats:
@@ -111,17 +102,16 @@ def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, lice
                 raise
             left_out[name] = str(error)
     written = {name: file for name, file in GRAPHS.items() if (folder / file).exists()}
-    modules = foreign_modules(model.config)
+    modules = loaded.foreign_modules(model.config)
     card = model_card(model, license=license, graphs=written, left_out=left_out, modules=modules)
-    atomic_write(folder / CARD, card.encode())
-    files = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CARD}  # cards are edited
-    write_json(
-        folder / MANIFEST,
-        {
-            "schema": EXPORT_SCHEMA, "files": files, "embedding_size": model.embedding_size, "modules": modules,
-            "left_out": left_out, "versions": package_versions(), "result": dict(model.result),
-        },
-    )  # fmt: skip
+    atomic_write(folder / loaded.CARD, card.encode())
+    hashed = [path for path in sorted(folder.iterdir()) if path.name != loaded.CARD]  # cards are edited
+    manifest = {
+        "schema": loaded.EXPORT_SCHEMA, "files": {path.name: file_sha256(path) for path in hashed}, "modules": modules,
+        "embedding_size": model.embedding_size, "left_out": left_out, "versions": package_versions(),
+        "result": dict(model.result),
+    }  # fmt: skip
+    write_json(folder / loaded.MANIFEST, manifest)
     images = noise(_EXPORTED_BATCH, model.image_size)
     with torch.no_grad():
         rows = [Embedder(m.network)(images) for m in (model, load(folder, device="cpu", modules=modules))]
@@ -270,7 +260,7 @@ def _use(
     model: TrainedModel, graphs: Mapping[str, str], left_out: Mapping[str, str], modules: Sequence[str]
 ) -> list[str]:
     trusted = f", modules={list(modules)}" if modules else ""
-    steps = preprocessing(model)["before_the_network"]
+    steps = loaded.preprocessing(model)["before_the_network"]
     before = (
         f"short side to {steps['resize_short_side']} pixels ({steps['resampling']}), the middle "
         f"{steps['center_crop']} x {steps['center_crop']}"
@@ -281,8 +271,8 @@ def _use(
         "```python", "import dmlbench", f'model = dmlbench.load("<this folder>"{trusted})',
         "rows = model.embed(paths)  # [N, D] of files, Pillow images or arrays", "model.distance(rows, rows)  # [N, N]",
         "```",
-        f"Preprocessing ([{PREPROCESSING}]({PREPROCESSING})): {before}. Normalization is part of the network, which "
-        "takes uint8 RGB images [B, 3, H, W].",
+        f"Preprocessing ([{loaded.PREPROCESSING}]({loaded.PREPROCESSING})): {before}. Normalization is part of the "
+        "network, which takes uint8 RGB images [B, 3, H, W].",
     ]  # fmt: skip
     if modules:
         lines.append(f"Its classes are in {', '.join(modules)}, which must be importable.")

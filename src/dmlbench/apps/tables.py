@@ -16,21 +16,13 @@ from dmlbench.config import config_folder, read_config
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_settings
+from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import IMPORTED, by_row, cautions
 from dmlbench.results.collections import PairedDifference, paired_difference
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_table
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
-from dmlbench.results.store import (
-    CONFIG,
-    RunInfo,
-    find_runs,
-    read_result,
-    require_own_place,
-    run_name,
-    runs_by_config,
-    runs_in,
-)
+from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
 from dmlbench.types import ConfigError, RunError, closest, flatten
 
@@ -71,7 +63,7 @@ def find_configs(
 
     Requested scores that a summary lacks are computed and kept.
     """
-    configs = runs_by_config(find_runs(output_dir, pattern))
+    configs = store.runs_by_config(store.find_runs(output_dir, pattern))
     if not configs:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
     grouped: dict[tuple[str, str], list[Found]] = {}
@@ -136,7 +128,7 @@ def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd
 
 def labels_of_runs(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> tuple[list[str], list[str]]:
     """Labels of the configs of runs, given with their choices, and notes on settings in which these differ."""
-    stored = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
+    stored = [read_config(run_dir / store.CONFIG) for run_dir, _ in runs]
     settings = [(choices, config_settings(dict(config))) for (_, choices), config in zip(runs, stored, strict=True)]
     return config_labels(settings, [changed_settings(config, NAMING_GROUPS) for config in stored])
 
@@ -225,19 +217,19 @@ def compare_configs(
     if len(set(configs)) != 2:
         raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
     done = [{(run.fold, run.repeat): run.path for run in of_config if run.state == "done"} for of_config in found]
-    runs = [{key: read_result(path) for key, path in paths.items()} for paths in done]
+    runs = [{key: store.read_result(path) for key, path in paths.items()} for paths in done]
     for paths, results in zip(done, runs, strict=True):
         for key, path in paths.items():
-            require_own_place(path, results[key])
+            store.require_own_place(path, results[key])
     common = sorted(set(runs[0]) & set(runs[1]))
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
-    left_out = tuple(f"{run_name(key)} ({configs[key in runs[1]].name})" for key in lonely)
+    left_out = tuple(f"{store.run_name(key)} ({configs[key in runs[1]].name})" for key in lonely)
     if not common or (left_out and not allow_partial):
         remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
         raise RunError(f"configs are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
     for key in common:
         if differing := [name for name in _SAME if runs[0][key][name] != runs[1][key][name]]:
-            raise RunError(f"{run_name(key)}: the configs differ in {', '.join(differing)}, so they are no pair.")
+            raise RunError(f"{store.run_name(key)}: the configs differ in {', '.join(differing)}, so they are no pair.")
     scores = [
         {key: _scores(paths[key], results[key], spec) for key in common}
         for paths, results in zip(done, runs, strict=True)
@@ -259,11 +251,11 @@ def compare_configs(
 
 
 def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
-    configs = list(runs_by_config(find_runs(output_dir, pattern)))
+    configs = list(store.runs_by_config(store.find_runs(output_dir, pattern)))
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
         raise RunError(f"'{pattern}' must match one config under {output_dir}; it matches {found}")
-    return runs_in(configs[0])  # also those beyond a pattern of runs
+    return store.runs_in(configs[0])  # also those beyond a pattern of runs
 
 
 def _is_validated(result: Mapping[str, Any]) -> bool:

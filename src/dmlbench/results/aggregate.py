@@ -8,16 +8,9 @@ from typing import Any
 
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.results import store
 from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
-from dmlbench.results.store import (
-    RESULT,
-    Coordinates,
-    RunInfo,
-    read_result,
-    require_own_files,
-    run_name,
-    runs_in,
-)
+from dmlbench.results.store import RESULT, Coordinates, RunInfo, run_name
 from dmlbench.runtime import read_json, remove_leftovers, write_json
 from dmlbench.types import RunError
 
@@ -52,13 +45,13 @@ def aggregate_config(
     spec = spec or EvaluationSpec()
     config_dir = runs[0].path.parent
     done = {(run.fold, run.repeat): run.path for run in runs if run.state == "done"}
-    results = {coordinates: read_result(path) for coordinates, path in sorted(done.items())}
+    results = {coordinates: store.read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
         raise RunError(f"{config_dir} has no complete run; `dmlbench status` tells what happened to them")
     for folder in (config_dir, *done.values()):
         remove_leftovers(folder)
     for key, result in results.items():
-        require_own_files(done[key], result)
+        store.require_own_files(done[key], result)
     first = next(iter(results.values()))
     foreign = [done[fold, repeat].name for fold, repeat in results if fold >= first["num_folds"]]
     if foreign:
@@ -192,7 +185,7 @@ def read_aggregate(config_dir: Path) -> dict[str, Any] | None:
 def is_current(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates] | None = None) -> bool:
     """Whether a summary was made from exactly the present results of these runs, or of all in the config's folder."""
     if coordinates is None:
-        coordinates = [(run.fold, run.repeat) for run in runs_in(config_dir) if (run.path / RESULT).exists()]
+        coordinates = [(run.fold, run.repeat) for run in store.runs_in(config_dir) if (run.path / RESULT).exists()]
     paths = [config_dir / run_name(key) for key in sorted(coordinates)]
     return all((path / RESULT).is_file() for path in paths) and summary["runs_sha256"] == _results_sha256(paths)
 
