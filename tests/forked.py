@@ -20,8 +20,14 @@ from dmlbench.cli.main import main
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _IMPORTED_BEFORE = [
-    *("dmlbench.runner", "dmlbench.apps.reevaluate", "dmlbench.apps.compare", "dmlbench.apps.report.picture"),
-    *("dmlbench.apps.report.page", "torch._dynamo"),
+    *(
+        "dmlbench.runner",
+        "dmlbench.apps.embeddings",
+        "dmlbench.apps.tables",
+        "dmlbench.apps.report.picture",
+        "dmlbench.apps.report.page",
+        "torch._dynamo",
+    ),
     *("pytorch_metric_learning.losses", "pytorch_metric_learning.miners"),
 ]
 assert all(map(importlib.util.find_spec, _IMPORTED_BEFORE))  # the server passes over what is missing

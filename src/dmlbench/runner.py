@@ -39,7 +39,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import Pruned, RunError, RunInUse
+from dmlbench.types import ImageTable, Pruned, RunError, RunInUse, Split
 
 log = logging.getLogger(__name__)
 
@@ -247,33 +247,19 @@ def _result(
     experiment: Experiment, config: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None,
     hashes: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    setup, protocol = experiment.setup, experiment.protocol
+    setup = experiment.setup
     table, split = setup.data.table, setup.data.split
     groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
     queries = np.empty(0) if split.test is None else split.test.query
     is_test_half = np.array_equal(queries, np.flatnonzero(np.isin(table.role, ("test", "query"))))
-    if_any = {
-        "data_notes": table.notes,
-        "facts": dict(split.facts),
-        "rerank": setup.rerank.description if test and setup.rerank is not None else None,
-        "n_query_published": table.published_queries
-        if is_test_half and table.published_queries != len(queries)
-        else None,
-        "kmeans": test and test.kmeans,
-        "degenerate": test and test.degenerate,
-    }
+    published = table.published_queries if is_test_half and table.published_queries != len(queries) else None
+    rerank = setup.rerank.description if test and setup.rerank is not None else None
     return {
         "config_id": config,
-        "dataset": table.name,
-        "dataset_fingerprint": table.fingerprint,
-        "protocol": protocol.name,
-        "aggregation": protocol.aggregation,
-        "num_folds": protocol.num_folds,
-        "num_repeats": protocol.num_repeats,
+        **tested_result(table, experiment.protocol, split, test),
         **experiment.provenance,
         "choices": setup.choices,
         "git_commit": git_commit(),
-        "versions": package_versions(),
         "device": device_name(setup.device),
         "training": {
             "frozen_until": setup.model.backbone.frozen_until,
@@ -285,15 +271,31 @@ def _result(
         "steps": progress.step,
         "stop_reason": progress.stop_reason,
         "monitor": setup.settings.monitor,
-        "val_is_test": split.val_is_test,
         "search": test.search if test else setup.spec.search,
         "metrics": scores,
-        **{key: getattr(test, key) if test else 0 for key in ("n_query", "n_gallery", "n_skipped_queries")},
-        **{key: value for key, value in if_any.items() if value},
+        **({"rerank": rerank} if rerank else {}),
+        **({"n_query_published": published} if published else {}),
         "pooling_started": setup.model.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(setup.device),
+    }
+
+
+def tested_result(table: ImageTable, protocol: Any, split: Split, test: Evaluation | None) -> dict[str, Any]:
+    """What the result of any run says of its data, protocol and test, with versions and time."""
+    return {
+        "dataset": table.name,
+        "dataset_fingerprint": table.fingerprint,
+        **({"data_notes": list(table.notes)} if table.notes else {}),
+        "protocol": protocol.name,
+        **{key: getattr(protocol, key) for key in ("aggregation", "num_folds", "num_repeats")},
+        "val_is_test": split.val_is_test,
+        **({"facts": dict(split.facts)} if split.facts else {}),
+        **{key: getattr(test, key) if test else 0 for key in ("n_query", "n_gallery", "n_skipped_queries")},
+        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
+        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
+        "versions": package_versions(),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

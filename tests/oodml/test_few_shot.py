@@ -13,7 +13,7 @@ import pytest
 import torch
 from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
 
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.loaded import load_run
 from dmlbench.components import component
 from dmlbench.config import compose, load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings

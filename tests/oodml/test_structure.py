@@ -11,7 +11,7 @@ import pytest
 from oodml_runs import small_run
 from scipy.stats import rankdata
 
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.loaded import load_run
 from dmlbench.config import compose
 from dmlbench.oodml import structure as module
 from dmlbench.oodml.split_runs import SplitRun

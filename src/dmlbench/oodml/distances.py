@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from scipy.stats import spearmanr
 
 from dmlbench import build
+from dmlbench.apps.loaded import load_run
 from dmlbench.apps.tables import asked_columns
-from dmlbench.apps.trained import load_run
 from dmlbench.components import component
 from dmlbench.config import config_folder, listed, load_config
 from dmlbench.data.given_splits import SplitFile, read_splits, rows_of_split

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from dmlbench import build
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.loaded import load_run
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.oodml.frechet import Float

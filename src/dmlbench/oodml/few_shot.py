@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.apps.trained import config_with_weights, load_run
+from dmlbench.apps.loaded import config_with_weights, load_run
 from dmlbench.components import component, imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler

@@ -18,13 +18,13 @@ from omegaconf import DictConfig
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
+from dmlbench.apps.loaded import config_with_weights, distance_of_run, load_run
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.apps.trained import config_with_weights, distance_of_run, load_run
 from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, kept_of, notes_of, write_notes
-from dmlbench.results.run_scores import scores_of_run
+from dmlbench.results.rules import scores_of_run
 from dmlbench.results.store import read_result, require_own_files
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, write_json

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from PIL import Image
 
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.pictures import plt
-from dmlbench.apps.trained import distance_of_run
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings

@@ -11,8 +11,8 @@ import torch
 from matplotlib.figure import Figure, SubFigure
 from omegaconf import DictConfig
 
+from dmlbench.apps.loaded import load_run
 from dmlbench.apps.pictures import plt
-from dmlbench.apps.trained import load_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup

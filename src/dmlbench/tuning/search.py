@@ -23,8 +23,7 @@ from dmlbench.components import component
 from dmlbench.config import read_config
 from dmlbench.external import Schema, validated
 from dmlbench.identity import directory_of, run_sha256
-from dmlbench.results.locks import locked
-from dmlbench.results.store import CONFIG, RESULT, make_directory, read_result, require_own_place
+from dmlbench.results.store import CONFIG, RESULT, locked, make_directory, read_result, require_own_place
 from dmlbench.runner import run
 from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
