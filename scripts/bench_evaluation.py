@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_limits
 
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import mean_scores
-from dmlbench.evaluation.search.unit_rows import unit_rows
+from dmlbench.evaluation.search.unit_vectors import unit_rows
 from dmlbench.results.collections import collections
 from dmlbench.types import EmbeddingSet
 

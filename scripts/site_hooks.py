@@ -15,8 +15,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from dmlbench.apps.published_tables import summarize_tables
 from dmlbench.evaluation.metrics.table import TABLE
+from dmlbench.results.table import summarize_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"

@@ -58,7 +58,7 @@ def command_of(name: str, score: PaperScore) -> tuple[str, ...] | str:
 @cache
 def commands() -> tuple[Command, ...]:
     """Every config of every table that has scores, once for each row, data set, network, setting and size."""
-    return (*_of_tables(), *_of_drawn_figures())
+    return (*_of_tables(), *_without_numbers("*/figure*.yaml"))
 
 
 def _of_tables() -> Iterator[Command]:
@@ -77,10 +77,6 @@ def _of_tables() -> Iterator[Command]:
 def own_commands() -> tuple[Command, ...]:
     """Every config of this project's own tables that have rows."""
     return tuple(_without_numbers("*.yaml"))
-
-
-def _of_drawn_figures() -> Iterator[Command]:
-    return _without_numbers("*/figure*.yaml")
 
 
 def _without_numbers(pattern: str) -> Iterator[Command]:

@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from dmlbench.cli.main import main
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -17,6 +20,20 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def _few_threads() -> None:
     """Workers of a parallel test run must not fight for the cores."""
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else 2)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run ``dmlbench`` in this process; returns what it prints, or its error message if ``code`` is not 0."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, error = capsys.readouterr()
+        assert ended.value.code == code, error
+        return error if code else out
+
+    return run
 
 
 @pytest.fixture(scope="session")

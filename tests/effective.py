@@ -50,20 +50,13 @@ def published_table(name: str) -> ImageTable:
 
 @dataclass(frozen=True)
 class Effective:
-    """Effective values of a run at its first step.
+    """Effective values of a run at its first step, with random weights.
 
     Attributes:
-        model: with random weights.
-        objective: loss, miner and regularizers at their initial values.
-        settings: of the training; lengths are optimizer steps.
-        num_classes: classes to train on.
-        steps_per_epoch: optimizer steps of an epoch of the sampler.
         batches: labels [B] of the first batches.
-        rates: learning rate of each trained parameter by name.
-        decays: weight decay of each trained parameter by name.
+        rates, decays: learning rate and weight decay of each trained parameter by name.
         trained_in_warmup: names of the parameters that have gradients while ``fit.warmup_frozen`` is frozen.
         kmeans: settings of the clustering behind NMI.
-        deviations: what the recipe says that still differs.
     """
 
     model: MetricModel
@@ -97,9 +90,7 @@ class Effective:
         """Images of the first batch that the miner makes an anchor of, for random unit embeddings.
 
         Args:
-            size: dimensions.
-            spread: standard deviation of the embeddings around one common direction; small values look like a network
-                at its start.
+            spread: standard deviation around one common direction; small values look like a network at its start.
         """
         labels = self.batches[0]
         rng = torch.Generator().manual_seed(0)
@@ -113,9 +104,7 @@ def effective(*overrides: str, table: ImageTable | None = None, num_batches: int
     """Build what ``dmlbench train`` with these overrides would train, on a data set's published counts.
 
     Args:
-        overrides: of ``dmlbench train``; the backbone starts from random weights.
         table: instead of the counts of the configured data set.
-        num_batches: batches to draw.
     """
     cfg = composed(*overrides)
     if "pretrained" in cfg.backbone:

@@ -10,7 +10,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -23,8 +22,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _IMPORTED_BEFORE = [
     *(
         "dmlbench.runner",
-        "dmlbench.apps.reevaluate",
-        "dmlbench.apps.compare",
+        "dmlbench.apps.embeddings",
+        "dmlbench.apps.tables",
         "dmlbench.apps.report.picture",
         "dmlbench.apps.report.page",
         "torch._dynamo",
@@ -40,12 +39,7 @@ class Process:
     """``dmlbench`` with ``arguments``, started in ``folder``; no file may grow beyond ``largest_file`` bytes."""
 
     def __init__(
-        self,
-        arguments: tuple[str, ...],
-        *,
-        folder: Path,
-        environment: Mapping[str, str],
-        largest_file: int | None = None,
+        self, arguments: tuple[str, ...], *, folder: Path, environment: dict[str, str], largest_file: int | None = None
     ) -> None:
         number = time.monotonic_ns()
         self._files = [folder / f".{stream}-{number}" for stream in ("out", "error")]
@@ -89,11 +83,7 @@ class Process:
 
 
 def _execute(
-    arguments: tuple[str, ...],
-    folder: Path,
-    environment: dict[str, str],
-    files: list[Path],
-    largest_file: int | None,
+    arguments: tuple[str, ...], folder: Path, environment: dict[str, str], files: list[Path], largest_file: int | None
 ) -> None:
     for file, stream in zip(files, (sys.stdout, sys.stderr), strict=True):
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -18,14 +18,12 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "avsl_figure
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def write_run(path: Path, *overrides: str, head: str = "avsl") -> None:
+def write_run(path: Path, *overrides: str) -> None:
     """Files of a run of two levels of four nodes: alpha 0 and beta 2 above the first."""
     path.mkdir()
-    avsl = ("pooling=none", "loss=layered", "head.num_levels=2", "head.level_size=4", "head.top_k=2")
-    cfg = compose("train", [f"head={head}", *(avsl if head == "avsl" else ()), *overrides])
+    avsl = ("head=avsl", "pooling=none", "loss=layered", "head.num_levels=2", "head.level_size=4", "head.top_k=2")
+    cfg = compose("train", [*avsl, *overrides])
     OmegaConf.save(cfg, path / "config.yaml")
-    if head != "avsl":
-        return
     distance = build.build_distance(cfg)
     assert distance is not None
     generator = torch.Generator().manual_seed(0)
@@ -37,12 +35,8 @@ def write_run(path: Path, *overrides: str, head: str = "avsl") -> None:
     save_distance(path / "distance.safetensors", distance)
     rows = torch.rand(6, 16, generator=generator)
     rows[:, 8:] = torch.tensor([9.0, 9.0, 9.0, 9.0, 0.1, 0.1, 0.1, 0.1])  # certainties
-    save_embeddings(
-        path / "embeddings.safetensors",
-        EmbeddingSet(rows, torch.zeros(6, dtype=torch.int64), torch.arange(6)),
-        None,
-        {},
-    )
+    found = EmbeddingSet(rows, torch.zeros(6, dtype=torch.int64), torch.arange(6))
+    save_embeddings(path / "embeddings.safetensors", found, None, {})
     history = History(path / "history.csv", resume_step=0)
     for step in (1, 2, 3):
         history.log(step, {"train/edge_change_mean_1": 0.1 * step, "train/edge_change_max_1": float(step)})

@@ -37,20 +37,6 @@ def test_restoring_the_random_state_repeats_every_generator() -> None:
     assert torch.equal(first[2], second[2])
 
 
-def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "result.json"
-    runtime.atomic_write(path, b"old")
-
-    def full_disk(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        runtime.atomic_write(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_json_results_hold_finite_numbers_when_written_and_when_read(tmp_path, value: float) -> None:
     path = tmp_path / "scores.json"
@@ -93,23 +79,6 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path) -> No
         assert set(tmp_path.iterdir()) == {own, path, tmp_path / "table.md.tmp"}
     assert path.read_bytes() == b"first"
     runtime.remove_leftovers(tmp_path / "missing")
-
-
-def test_a_process_that_is_killed_while_it_writes_leaves_what_the_next_one_removes(tmp_path) -> None:
-    code = f"""
-from dmlbench.runtime import whole_file
-with whole_file({str(tmp_path / "x.png")!r}) as file:
-    file.write(b"half")
-    print("writing", flush=True)
-    __import__("time").sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        runtime.remove_leftovers(tmp_path)
-        assert len(list(tmp_path.iterdir())) == 1
-        process.kill()
-    runtime.remove_leftovers(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_appears_whole_and_leftovers_of_killed_processes_go(tmp_path) -> None:

@@ -24,8 +24,8 @@ IMPORTED_BEFORE = (
         "dmlbench.cli.main",
         "dmlbench.cli.train",
         "dmlbench.runner",
-        "dmlbench.apps.reevaluate",
-        "dmlbench.apps.compare",
+        "dmlbench.apps.embeddings",
+        "dmlbench.apps.tables",
     ),
     *(
         "dmlbench.apps.report.picture",

@@ -1,12 +1,12 @@
 """Build the objects of a run from its composed configuration."""
 
 import copy
-import dataclasses
 import functools
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +25,30 @@ from dmlbench.data.images.image_cache import cached_images, stamp_of
 from dmlbench.data.images.pixels import Kernel, read_image
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
+from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
 from dmlbench.identity import config_sha256, contents, run_sha256
 from dmlbench.losses.objective import Objective, plain_loss
+from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
-from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.models.head import Head
 from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
+from dmlbench.models.projection import Head
 from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
-from dmlbench.training.log import Logger
 from dmlbench.training.optim import make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
-from dmlbench.types import ConfigError, ImageTable, IntArray, flatten
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
 
 _CACHE_BATCH = 64
 """Images that a feature cache is built from at once; another number would move features by rounding."""
 
+_OF_RECIPE = ("name", "side", "overridden", "deviations")
+
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
-    """Length, selection and numerics of the training; with a ``plan``, of the plan's length and without selection."""
+    """Settings of the training; with a ``plan``, of the plan's length and without selection."""
     settings: FitSettings = component(cfg.fit)
     if plan is None:
         return settings
@@ -54,7 +56,7 @@ def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings
     # The best step of stage 1 may lie within its warm-up; one step of the whole network is trained all the same.
     warmup_steps = min(settings.warmup_steps, max(0, steps - 1))
     # A plan's rates count the steps of the warm-up.
-    return dataclasses.replace(
+    return replace(
         settings, max_steps=steps, patience=None, collapse_ratio=None, warmup_steps=warmup_steps, warmup_schedule="runs"
     )
 
@@ -68,19 +70,16 @@ def build_data(cfg: DictConfig) -> Data:
     # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a config.
     sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", max(1, round(len(sampler) / cfg.fit.accumulate)))
-    OmegaConf.update(cfg, "runtime.image_size", _image_size(cfg, table))
-    return Data(table, split, index)
-
-
-def _image_size(cfg: DictConfig, table: ImageTable) -> list[int]:
-    """Height and width of what the transforms return."""
     transform = component(cfg.transform.train)
     if isinstance(transform, CropTransform):
-        return [transform.crop, transform.crop]
-    if table.pixels is not None:
-        return list(table.pixels.shape[1:3])
-    image = read_image(Path(table.root) / str(table.paths[0]))
-    return [image.height, image.width]
+        size = [transform.crop, transform.crop]
+    elif table.pixels is not None:
+        size = list(table.pixels.shape[1:3])
+    else:
+        image = read_image(Path(table.root) / str(table.paths[0]))
+        size = [image.height, image.width]
+    OmegaConf.update(cfg, "runtime.image_size", size)
+    return Data(table, split, index)
 
 
 def image_opener(
@@ -110,6 +109,25 @@ def image_opener(
         return opened("batch", None, "pillow")
 
     return open_images
+
+
+def embedded(
+    cfg: DictConfig,
+    table: ImageTable,
+    rows: IntArray,
+    rows_of: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    *,
+    transform: Any,
+    describe: str,
+) -> EmbeddingSet:
+    """Embed images of a table by ``rows_of``, with the transform of a node."""
+    batches = EvalBatches(
+        table, rows, images=image_opener(cfg, table, device)(transform), transform=component(transform),
+        batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
+    )  # fmt: skip
+    progress = sys.stderr.isatty()
+    return embed(rows_of, batches, device=device, describe=describe, progress=progress, count=len(rows))
 
 
 def build_model(cfg: DictConfig) -> MetricModel:
@@ -168,7 +186,7 @@ def use_feature_cache(
             images = images.to(device).contiguous(memory_format=memory_format)
             if settings.level == "pooled":
                 assert isinstance(model, PooledModel)
-                return model.pooled_features(images)[:, :, None, None]
+                return model.storable_features(images)[:, :, None, None]
             outputs = backbone.frozen_outputs(images)
         stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (images.shape[2], images.shape[3]))
         if spec and stored != spec[0]:
@@ -191,7 +209,7 @@ def use_feature_cache(
         "weights": digest.hexdigest(),
         "pooling": OmegaConf.to_container(cfg.pooling, resolve=True) if settings.level == "pooled" else None,
         "transform": OmegaConf.to_container(cfg.transform, resolve=True),
-        "feature_cache": dataclasses.asdict(settings),
+        "feature_cache": asdict(settings),
         "precision": precision,
         "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),
     }
@@ -227,11 +245,10 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
     if not isinstance(rerank, Reranker):
         raise ConfigError(f"{cfg.rerank._target_} ranks no lists again; choose rerank=diml")
     if model is not None:
-        with_cells: Any = model
-        if not hasattr(model, "require_cells"):
+        if not isinstance(model, PooledModel):
             head = cfg.head._target_
             raise ConfigError(f"rerank projects cells of the last map, which {head} does not; choose head=linear")
-        with_cells.require_cells()
+        model.require_cells()
     return rerank
 
 
@@ -278,10 +295,9 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
 
 
 def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
-    """The regularizers by name, and how they are mixed with the loss.
+    """The regularizers by name, built in the order of their names, and how they are mixed with the loss.
 
-    They are built in the order of their names, so that random draws do not depend on the order of the overrides. A
-    constructor with ``make_objective`` gets a function that builds the run's loss and miner for another embedding size.
+    A constructor with ``make_objective`` gets a function that builds the run's loss and miner for another size.
     """
     found: dict[str, Any] = {}
     for name in sorted(cfg.regularizer or (), key=str):
@@ -319,7 +335,7 @@ def build_train_batches(
     cfg: DictConfig, data: Data, images: Inputs, *, seed: int, device: torch.device,
     second_views: bool = False,
 ) -> TrainBatches:  # fmt: skip
-    """The endless training batches of a run."""
+    """Endless training batches."""
     sampler = component(cfg.sampler, labels=data.class_index[data.table.labels[data.split.train]], seed=seed)
     return TrainBatches(
         data.table,
@@ -335,13 +351,6 @@ def build_train_batches(
     )
 
 
-def build_loggers(cfg: DictConfig, run_dir: Path, identity: str, configuration: str) -> list[Logger]:
-    """The loggers of a run, not started; ``run_dir`` and the run hash ``identity`` are their run's id."""
-    run_id = hashlib.sha256("/".join([*run_dir.resolve().parts[-4:], identity]).encode()).hexdigest()[:16]
-    given = {"run_dir": run_dir, "run_id": run_id, "configuration": configuration}
-    return [component(node, **given) for node in (cfg.logger or {}).values()]
-
-
 def move(model: MetricModel, device: torch.device, *, channels_last: bool) -> None:
     """Put a model on the device in the memory format of the images."""
     model.to(device=device)
@@ -355,22 +364,26 @@ def make_setup(
     cfg: DictConfig,
     device: torch.device,
     *,
-    before_model: Callable[[Data, Callable[[Any], Images]], None] = lambda data, open_images: None,
+    seed: int | None = None,
+    check_data: Callable[[ImageTable], None] = lambda table: None,
     check: Callable[[], None] = lambda: None,
 ) -> Setup:
     """Build a ``Setup`` with initial weights, and set ``cfg.runtime``.
 
     Args:
         cfg: a checked configuration.
-        device: of the model.
-        before_model: called with the data and the opener of images, before anything random happens.
+        seed: of the initial weights, for a training: its images are opened, too; None leaves the random state.
+        check_data: called before the model is built.
         check: called now and then while images are prepared; what it raises ends that.
     """
     data = build_data(cfg)
     open_images = image_opener(cfg, data.table, device, check=check)
-    if cfg.feature_cache is None:
-        open_images(cfg.transform.eval)  # an image cache that has to be filled must not move the initial weights
-    before_model(data, open_images)
+    if cfg.feature_cache is None:  # an image cache that has to be filled must not move the initial weights
+        for part in ("eval",) if seed is None else ("eval", "train"):
+            open_images(cfg.transform[part])
+    check_data(data.table)
+    if seed is not None:
+        seed_everything(seed)
     model = build_model(cfg)
     rerank = build_rerank(cfg, model)
     settings = component(cfg.fit)
@@ -380,7 +393,7 @@ def make_setup(
     return Setup(
         data=data,
         images=open_images(cfg.transform.eval) if cache is None else FeatureView(cache, random=False),
-        open_images=functools.partial(open_images, cfg.transform.eval),
+        open_images=lambda part: open_images(cfg.transform[part]),
         transform=component(cfg.transform.eval),
         model=model,
         rerank=rerank,
@@ -406,55 +419,49 @@ def make_experiment(
     Args:
         cfg: a checked configuration.
         run_dir: where loggers write.
-        device: of the model.
         plan: replaces the training's length and schedule.
-        check: called now and then while images are prepared; what it raises ends that.
+        check: as in ``make_setup``.
     """
     cfg = copy.deepcopy(cfg)
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
-    opened: list[Inputs] = []
-
-    def before_model(data: Data, open_images: Callable[[Any], Images]) -> None:
-        if cfg.feature_cache is None:
-            opened.append(open_images(cfg.transform.train))
-        seed_everything(seed)
-
-    setup = make_setup(cfg, device, before_model=before_model, check=check)
-    if isinstance(setup.images, FeatureView):
-        opened.append(dataclasses.replace(setup.images, random=True))
+    setup = make_setup(cfg, device, seed=seed, check=check)
+    images = setup.images
+    images = replace(images, random=True) if isinstance(images, FeatureView) else setup.open_images("train")
     objective = build_objective(cfg, setup.model).to(device)
     objective.check_labels(setup.data.class_index[setup.data.table.labels[setup.data.split.train]])
-    setup = dataclasses.replace(setup, settings=build_fit_settings(cfg, plan))
     optimizer, schedule = build_optimizer(cfg, setup.model, objective, plan)
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    variants = {key: value for key, value in flatten(settings).items() if key.endswith(".variant")}
     identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
+    run_id = hashlib.sha256("/".join([*run_dir.resolve().parts[-4:], identity]).encode()).hexdigest()[:16]
+    of_logger = {"run_dir": run_dir, "run_id": run_id, "configuration": configuration}
+    provenance = {
+        "config_sha256": config_sha256(cfg),
+        **{key: cfg[key] for key in ("fold", "repeat", "base_seed")},
+        "seed": seed,
+        "run_sha256": identity,
+    }
+    if_any = {
+        "recipe": {key: recipe[key] for key in _OF_RECIPE if key in recipe},
+        "variants": {key: value for key, value in flatten(settings).items() if key.endswith(".variant")},
+        "weights_sha256": content.get("backbone.weights_file"),
+        "code_sha256": {key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
+    }
     return Experiment(
-        setup=setup,
+        setup=replace(setup, settings=build_fit_settings(cfg, plan)),
         protocol=component(cfg.protocol),
-        fold=cfg.fold,
-        repeat=cfg.repeat,
-        base_seed=cfg.base_seed,
-        seed=seed,
-        config_sha256=config_sha256(cfg),
-        run_sha256=identity,
         plan=plan,
         batches=build_train_batches(
-            cfg, setup.data, opened[0], seed=seed, device=device, second_views=objective.key_momentum is not None
+            cfg, setup.data, images, seed=seed, device=device, second_views=objective.key_momentum is not None
         ),
         objective=objective,
         optimizer=optimizer,
         schedule=schedule,
-        loggers=build_loggers(cfg, run_dir, identity, configuration),
-        num_classes=cfg.runtime.num_classes,
+        loggers=[component(node, **of_logger) for node in (cfg.logger or {}).values()],
         image_size=tuple(cfg.runtime.image_size),
         steps_per_epoch=cfg.runtime.steps_per_epoch,
-        weights_sha256=content.get("backbone.weights_file"),
-        code_sha256={key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
-        recipe=recipe,
-        variants=variants,
+        provenance=provenance | {key: value for key, value in if_any.items() if value},
         configuration=configuration,
     )

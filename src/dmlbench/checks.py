@@ -9,23 +9,14 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.build import asks_for_map_size, build_distance, build_rerank
-from dmlbench.components import (
-    check_components,
-    check_periods,
-    component,
-    declared,
-    imported,
-    parameters_of,
-)  # fmt: skip
+from dmlbench.components import check_components, check_periods, component, declared, imported, parameters_of
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
-from dmlbench.models.borrowed_distances import BorrowedDistance
-from dmlbench.types import ConfigError, check_file_name, closest
+from dmlbench.models.avsl_distance import BorrowedDistance
+from dmlbench.types import ConfigError, check_file_name, closest, nodes
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
-
-
 _COMPONENTS = ("dataset.table", "protocol", "backbone", "pooling", "head", "loss", "miner", "sampler", "rerank")
 
 
@@ -36,7 +27,7 @@ def check(cfg: DictConfig) -> None:
     except ConfigError as error:
         name = cfg.runtime.recipe.get("name")
         raise ConfigError(
-            f"{error} (recipe={name} took part: recipe=none leaves it out)" if name else str(error)
+            f"{error}{f' (recipe={name} took part: recipe=none leaves it out)' if name else ''}"
         ) from None
 
 
@@ -54,12 +45,11 @@ def check_values(cfg: DictConfig) -> None:
     check_components(container)
     if "_target_" in (container["logger"] or {}):
         raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")
-    sizes = {key: value for key, value in cfg.sampler.items() if key in _BATCH_SIZES}
-    for key, value in sizes.items():
-        # Losses with vectors of the classes know both sizes; others compare images with each other.
-        plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
-        with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
-        if value < 2 and not with_classes:
+    # Losses with vectors of the classes know both sizes; others compare images with each other.
+    plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
+    with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
+    for key in cfg.sampler.keys() & set(_BATCH_SIZES):
+        if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
                 "choose a loss with proxies"
@@ -96,29 +86,21 @@ def check_values(cfg: DictConfig) -> None:
     if container["fit"]["max_steps"] != 0:
         check_periods(container["schedule"], "schedule")
     for group in ("loss", "miner"):
-        _check_distances(container[group], group)
+        for path, node in nodes(container[group], group):
+            if isinstance(node, dict) and str(node.get("_target_")).startswith("pytorch_metric_learning.distances."):
+                for key in ("p", "power"):  # others than positive ones would turn near into far
+                    if isinstance(value := node.get(key, 1), int | float) and value <= 0:
+                        raise ConfigError(f"{path}.{key} ({value}) must be positive")
     protocol.check_fold(cfg.fold)
     if cfg.repeat < 0:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
-
-
-def _check_distances(node: Any, path: str) -> None:
-    """Insist on positive exponents of PML's distances: others would turn near into far."""
-    if not isinstance(node, dict):
-        return
-    if str(node.get("_target_", "")).startswith("pytorch_metric_learning.distances."):
-        for key in ("p", "power"):
-            if isinstance(value := node.get(key, 1), int | float) and value <= 0:
-                raise ConfigError(f"{path}.{key} ({value}) must be positive")
-    for key, value in node.items():
-        _check_distances(value, f"{path}.{key}")
 
 
 def _check_head(cfg: DictConfig) -> None:
     """The head by itself, and what its distance asks of the rest."""
     head = imported(cfg.head._target_, "head")
     if not hasattr(head, "pools"):
-        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.head.Head)")
+        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.projection.Head)")
     if head.pools and cfg.pooling is not None:
         raise ConfigError(
             f"{cfg.head._target_} pools by itself, in addition to {cfg.pooling._target_}; set pooling=null"
@@ -126,12 +108,12 @@ def _check_head(cfg: DictConfig) -> None:
     if not head.pools and cfg.pooling is None:
         raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
     distance = build_distance(cfg)
+    name = type(distance).__name__
     if declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):
         raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl has; choose another loss")
     spec = component(cfg.evaluation)
     if distance is not None:
         if cfg.regularizer is not None:
-            name = type(distance).__name__
             raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
         check_distance_supports(spec, distance)
         _check_comparisons(cfg, distance)
@@ -139,7 +121,6 @@ def _check_head(cfg: DictConfig) -> None:
         check_shortlist(spec.shortlist, None, k=0, num_gallery=0)
     if (rerank := build_rerank(cfg)) is not None:
         if distance is not None:
-            name = type(distance).__name__
             raise ConfigError(
                 f"rerank ranks lists of unit vectors again, which {name} does not compare; set it to null"
             )

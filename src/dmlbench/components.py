@@ -14,7 +14,7 @@ from typing import Any
 import hydra
 from hydra.errors import InstantiationException
 
-from dmlbench.types import ConfigError, DmlbenchError, closest
+from dmlbench.types import ConfigError, DmlbenchError, closest, nodes
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
@@ -45,10 +45,9 @@ def component(node: Any, **provided: Any) -> Any:
 
 def check_periods(node: Any, path: str) -> None:
     """Insist on lengths of at least 1 step in torch's schedules, which divide by them."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if key in ("T_max", "T_0", "step_size") and isinstance(value, int | float) and value < 1:
-            raise ConfigError(f"{path}.{key} ({value}) must be at least 1 step")
-        check_periods(value, f"{path}.{key}")
+    for key, value in nodes(node, path):
+        if key.endswith((".T_max", ".T_0", ".step_size")) and isinstance(value, int | float) and value < 1:
+            raise ConfigError(f"{key} ({value}) must be at least 1 step")
 
 
 def declared(node: Any, name: str) -> Any:
@@ -56,19 +55,13 @@ def declared(node: Any, name: str) -> Any:
     return getattr(imported(node._target_, "loss"), name, ())
 
 
-def check_components(node: Any, path: str = "") -> None:
-    """Check the arguments of every node with a ``_target_`` within ``node``, and that numbers are finite."""
-    if isinstance(node, float) and not math.isfinite(node):
-        raise ConfigError(f"{path} is {node}; give a finite number")
-    if isinstance(node, list):
-        for i, item in enumerate(node):
-            check_components(item, f"{path}[{i}]")
-    if not isinstance(node, dict):
-        return
-    if "_target_" in node:
-        _check_signature(node, path)
-    for key, value in node.items():
-        check_components(value, f"{path}.{key}" if path else key)
+def check_components(config: Any) -> None:
+    """Check the arguments of every node with a ``_target_``, and that numbers are finite."""
+    for path, node in nodes(config):
+        if isinstance(node, float) and not math.isfinite(node):
+            raise ConfigError(f"{path} is {node}; give a finite number")
+        if isinstance(node, dict) and "_target_" in node:
+            _check_signature(node, path)
 
 
 def _check_signature(node: Mapping[str, Any], path: str) -> None:

@@ -57,11 +57,7 @@ def settle(cfg: DictConfig) -> None:
     if reproduce and "needs" in reproduce:
         raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
     settle_recipe(cfg)
-    _settle_splits(cfg.protocol)
-
-
-def _settle_splits(protocol: Any) -> None:
-    """A file of splits is part of a config by its content, not by its name."""
+    protocol = cfg.protocol
     if "splits_sha256" in protocol and protocol.splits_sha256 is None:
         given = "" if OmegaConf.is_missing(protocol, "splits") else protocol.splits
         path = Path(given if isinstance(given, str) else "").expanduser()
@@ -93,25 +89,20 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     Each command's YAML names its schema (``schema/train``) first in its defaults. ``name`` is the one to compose, None
     stands for any. Recipes of the user's ``folder`` come first.
     """
-    if folder is not None:
-        _check_files(folder)
-    OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
-    register_recipes(config_folders(folder and folder.resolve()))
-    store = ConfigStore.instance()
-    for each in command_names() if name is None else [name]:  # making all takes as long as importing numpy
-        if f"{each}.yaml" not in store.repo.get("schema", {}):
-            store.store(group="schema", name=each, node=schema_of(each), package="_global_")
-
-
-def _check_files(folder: Path) -> None:
-    """Raise ConfigError for a file of the user's folder that Hydra could not read, or not in a bounded time."""
-    for path in sorted(folder.rglob("*.yaml")):
+    for path in sorted(folder.rglob("*.yaml")) if folder else ():  # in a bounded time, which Hydra's reader has not
         try:
             content = load_yaml(path)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}.") from error
         if not isinstance(content, dict | None):
             raise ConfigError(f"{path}: got {content!r:.60}, expected keys and values.")
+    OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
+    register_recipes(config_folders(folder and folder.resolve()))
+    store = ConfigStore.instance()
+    every = [path.stem for path in config_folder().glob("*.yaml")]
+    for each in every if name is None else [name]:  # making all takes as long as importing numpy
+        if f"{each}.yaml" not in store.repo.get("schema", {}):
+            store.store(group="schema", name=each, node=schema_of(each), package="_global_")
 
 
 @dataclass
@@ -165,11 +156,6 @@ _MORE_KEYS: dict[str, list[tuple[str, Any, Any]]] = {
     "study_object_size": [("seed", int, 0)],
 }
 _GLOBAL_GROUPS = ("experiment", "recipe", "search")  # their values stand at the top level
-
-
-def command_names() -> list[str]:
-    """Names of the commands' configurations."""
-    return sorted(path.stem for path in config_folder().glob("*.yaml"))
 
 
 @functools.cache
@@ -235,18 +221,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is damaged ({error}); {remedy}") from error
     if not isinstance(config, dict) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
-    _require_config_of_result(path)
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # whoever reads the result says so
+        named = load_json(path.with_name("result.json")).get("config_file_sha256")
+        if named != hashlib.sha256(path.read_bytes()).hexdigest():
+            raise RunError(f"{path} is not the file that result.json names: it was changed or copied. Run it again.")
     return config
-
-
-def _require_config_of_result(path: Path) -> None:
-    """Raise RunError if the run's result names another file of the configuration."""
-    result = path.with_name("result.json")
-    if not result.is_file():
-        return
-    try:
-        named = load_json(result).get("config_file_sha256")
-    except (ValueError, AttributeError):  # whoever reads the result says so
-        return
-    if named != hashlib.sha256(path.read_bytes()).hexdigest():
-        raise RunError(f"{path} is not the file that {result.name} names: it was changed or copied. Run it again.")

@@ -1,5 +1,6 @@
 """The objects of a run and what they do together; ``build.py`` makes them."""
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,16 +48,16 @@ class Setup:
 
     Attributes:
         images: what batches for evaluation read: opened for ``transform``, or features of the cache.
-        open_images: opens the images themselves.
-        rerank: distance that reranks the first neighbors of the test, or None.
+        open_images: opens the images themselves for the transform "train" or "eval".
+        rerank: distance that reranks the first neighbors of the test.
         choices: the chosen option of each group.
-        eval_batch_size: images embedded at once; another number moves embeddings by about 1e-6.
+        eval_batch_size: another number moves embeddings by about 1e-6.
         num_workers: processes that read ahead; None: the loader decides.
     """
 
     data: Data
     images: Images | FeatureView
-    open_images: Callable[[], Images]
+    open_images: Callable[[str], Images]
     transform: Transform
     model: MetricModel
     rerank: BaseDistance | None
@@ -74,32 +75,46 @@ class Setup:
             device=self.device, num_workers=self.num_workers,
         )  # fmt: skip
 
-    def embed(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-        """Queries and, where it is a set of its own, the gallery, by the weights of now."""
-        return self._embed(part, lambda images: self.model(images).embedding)
+    def embed(
+        self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+        """Queries and, where it is a set of its own, the gallery, by the current weights.
+
+        Args:
+            rows_of: from images to rows; None is the model's embedding.
+        """
+        self.model.eval()
+        memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
+
+        def formatted(images: torch.Tensor) -> torch.Tensor:
+            images = images.contiguous(memory_format=memory_format)
+            with autocast(self.device, self.settings.precision):
+                return self.model(images).embedding if rows_of is None else rows_of(images)
+
+        def embedded(rows: IntArray, describe: str) -> EmbeddingSet:
+            batches, progress = self.batches(rows), sys.stderr.isatty()
+            return embed(formatted, batches, device=self.device, progress=progress, count=len(rows), describe=describe)
+
+        queries = embedded(part.query, "queries")
+        return queries, None if part.gallery is None else embedded(part.gallery, "gallery")
 
     def test(
         self, part: RetrievalSet, spec: EvaluationSpec | None = None
     ) -> tuple[EmbeddingSet, EmbeddingSet | None, Evaluation]:
-        """Queries, gallery and their scores as a test has them: where there is a ``rerank``, rows with cells, and
-        lists whose first neighbors it ranked again."""
-        if self.rerank is None:
-            queries, gallery = self.embed(part)
-        else:
+        """Queries, gallery and their scores in a test: with a ``rerank``, rows have cells and lists are reranked."""
+        rows_of = None
+        if self.rerank is not None:
             model: Any = self.model  # which has cells: ``build_rerank`` has asked
-            size = int(self.rerank.grid_size)
-            queries, gallery = self._embed(part, lambda images: model.rows_with_cells(images, size))
-        return queries, gallery, self._score(queries, gallery, spec, self.rerank or self.model.distance)
+            rows_of = functools.partial(model.rows_with_cells, grid_size=int(self.rerank.grid_size))
+        queries, gallery = self.embed(part, rows_of)
+        return queries, gallery, self.score(queries, gallery, spec, self.rerank)
 
     def score(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None
-    ) -> Evaluation:
-        """Scores by the model's distance."""
-        return self._score(queries, gallery, spec, self.model.distance)
-
-    def _score(
-        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None, distance: BaseDistance
-    ) -> Evaluation:
+        self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None,
+        distance: BaseDistance | None = None,
+    ) -> Evaluation:  # fmt: skip
+        """Scores by a distance, None is the model's."""
+        distance = distance or self.model.distance
         return evaluate(queries, gallery, spec or self.spec, distance=distance, progress=sys.stderr.isatty())
 
     def validate(
@@ -119,7 +134,7 @@ class Setup:
         """A few queries of the sets and the images nearest to them, as evaluation sees them: [H, W, 3]."""
 
         def images(rows: IntArray) -> NDArray[np.uint8]:
-            batches = replace(self, num_workers=0, images=self.open_images()).batches(rows)
+            batches = replace(self, num_workers=0, images=self.open_images("eval")).batches(rows)
             return torch.cat([batch.images.cpu() for batch in batches]).permute(0, 2, 3, 1).numpy()
 
         found = nearest_images(queries, gallery, distance=self.model.distance, tile_bytes=self.spec.tile_bytes)
@@ -132,46 +147,18 @@ class Setup:
         if not isinstance(model, PooledModel) or model.projection.closed_form is None:
             return
         moments = Moments(model.projection.in_features, int(self.data.class_index.max()) + 1)
-        inputs: list[torch.Tensor] = []
-        hook = model.projection.register_forward_hook(lambda _, given, output: inputs.append(given[0]))
-        try:
-            model.eval()
-            for batch in self.batches(self.data.split.train):
-                with autocast(self.device, self.settings.precision):
-                    model(batch.images.to(self.device))
-                (rows,) = inputs
-                if rows.ndim != 2:
-                    raise ConfigError(
-                        f"head.init={model.projection.closed_form} needs pooled features, but "
-                        f"{type(model.pooling).__name__} projects before it pools. Choose another pooling, such as gap."
-                    )
-                labels = torch.from_numpy(self.data.class_index)[batch.labels]
-                moments.add(model.projection.normalized(rows.to(model.projection.weight.dtype)), labels)
-                inputs.clear()
-        finally:
-            hook.remove()
-        model.projection.fit(moments)
-
-    def _embed(
-        self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-        queries = self._embed_rows(part.query, rows_of, "queries")
-        return queries, None if part.gallery is None else self._embed_rows(part.gallery, rows_of, "gallery")
-
-    def _embed_rows(
-        self, rows: IntArray, rows_of: Callable[[torch.Tensor], torch.Tensor], describe: str
-    ) -> EmbeddingSet:
-        self.model.eval()
-        memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
-
-        def formatted(images: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        for batch in self.batches(self.data.split.train):
             with autocast(self.device, self.settings.precision):
-                return rows_of(images.contiguous(memory_format=memory_format))
-
-        return embed(
-            formatted, self.batches(rows), device=self.device, progress=sys.stderr.isatty(), count=len(rows),
-            describe=describe,
-        )  # fmt: skip
+                rows = model.pooled_features(batch.images.to(self.device))
+            if rows is None:
+                raise ConfigError(
+                    f"head.init={model.projection.closed_form} needs pooled features, but "
+                    f"{type(model.pooling).__name__} projects before it pools. Choose another pooling, such as gap."
+                )
+            labels = torch.from_numpy(self.data.class_index)[batch.labels]
+            moments.add(model.projection.normalized(rows.to(model.projection.weight.dtype)), labels)
+        model.projection.fit(moments)
 
 
 @dataclass(frozen=True)
@@ -179,38 +166,24 @@ class Experiment:
     """A run's setup and training.
 
     Attributes:
-        seed: hash of base seed, fold and repeat.
         plan: of stage 1, which this training follows, or None.
         batches: endless training batches.
-        num_classes: classes to train on.
         image_size: height and width of training images.
         steps_per_epoch: optimizer steps of the sampler's epoch.
-        weights_sha256: of ``backbone.weights_file``, or None.
-        code_sha256: of files with user code, by name.
-        recipe: ``runtime.recipe``; empty without one.
-        variants: values of all keys ``variant``, which choose between a paper and its public code.
+        provenance: of the configuration in ``result.json``: coordinates, seeds, hashes, recipe, values of all keys
+            ``variant`` (which choose between a paper and its public code), SHA-256 of weights and user code.
         configuration: the resolved configuration as YAML.
     """
 
     setup: Setup
     protocol: Protocol
-    fold: int
-    repeat: int
-    base_seed: int
-    seed: int
-    config_sha256: str
-    run_sha256: str
     plan: Plan | None
     batches: TrainBatches
     objective: Objective
     optimizer: Optimizer
     schedule: Any
     loggers: list[Logger]
-    num_classes: int
     image_size: tuple[int, int]
     steps_per_epoch: int
-    weights_sha256: str | None
-    code_sha256: dict[str, str]
-    recipe: dict[str, Any]
-    variants: dict[str, str]
+    provenance: dict[str, Any]
     configuration: str

@@ -21,26 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.components import component
 from dmlbench.results import store
 from dmlbench.runtime import cached_sha256
-from dmlbench.types import DataError, RunError, flatten
+from dmlbench.types import DataError, RunError, flatten, leaves
 
 log = logging.getLogger(__name__)
 
 # What a config is not made of: coordinates, seed, and everything that does not move a number.
 NOT_PART_OF_CONFIG_HASH = ("fold", "repeat", "base_seed")
 NOT_PART_OF_RUN_HASH = (
-    "device",
-    "num_workers",
-    "image_cache",
-    "eval_batch_size",
-    "paths",
-    "runtime",
-    "logger",
-    "reproduce",
-    "fit.checkpoint_every",
-    "fit.log_every",
-    "fit.keep",
-    "dataset.table.root",
-    "dataset.table.cache_dir",
+    *("device", "num_workers", "image_cache", "eval_batch_size", "paths", "runtime", "logger", "reproduce"),
+    *("fit.checkpoint_every", "fit.log_every", "fit.keep", "dataset.table.root", "dataset.table.cache_dir"),
     "protocol.splits",  # its content is: splits_sha256
 )
 
@@ -126,7 +115,7 @@ def require_result_of(run_dir: Path, result: Mapping[str, Any], config: str, bas
 
 
 def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings that define a config, flattened, of a resolved configuration as a run stores it."""
+    """The settings that define a config, flattened, of a stored configuration."""
     return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
 
 
@@ -174,18 +163,6 @@ def changed_code(cfg: DictConfig, result: Mapping[str, Any]) -> list[str]:
     now = contents({key: plain.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
     then = result.get("code_sha256") or {}
     return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of dicts and lists by their key, such as ``schedule.schedulers[0]._target_``."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from leaves(value, f"{prefix}[{i}]")
-    else:
-        yield prefix, node
 
 
 def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
@@ -268,28 +245,25 @@ def _user_folder(top: str) -> Path | None:
 
 @functools.cache
 def _has_installed_packages(folder: Path) -> bool:
-    return next(folder.glob("*.dist-info"), None) is not None
+    return any(folder.glob("*.dist-info"))
 
 
 def _source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
     """SHA-256 of a module's file and what it imports; of an imported module as this process first read it."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
-        return _read_source(name, path)
-    if not hasattr(spec, "source"):
-        spec.source = _read_source(name, path)
-    source: tuple[str, tuple[str, ...]] = spec.source
+    is_imported = spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
+    source: tuple[str, tuple[str, ...]] | None = getattr(spec, "source", None) if is_imported else None
+    if source is None:
+        content = path.read_bytes()
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        try:
+            imports = tuple(_imports(ast.parse(content), package))
+        except SyntaxError:  # importing it says so
+            imports = ()
+        source = hashlib.sha256(content).hexdigest(), imports
+        if spec is not None and is_imported:
+            spec.source = source
     return source
-
-
-def _read_source(name: str, path: Path) -> tuple[str, tuple[str, ...]]:
-    content = path.read_bytes()
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    try:
-        imports = tuple(_imports(ast.parse(content), package))
-    except SyntaxError:  # importing it says so
-        imports = ()
-    return hashlib.sha256(content).hexdigest(), imports
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:

@@ -128,15 +128,8 @@ class RecipeSource(ConfigSource):
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(config), {"package": "_global_"})
 
     def is_config(self, config_path: str) -> bool:
-        path = config_path.removesuffix(".yaml")
-        name = (
-            path.removeprefix(_VALUES).split(",")[0] if path.startswith(_VALUES) else path.removeprefix(f"{_FOLDER}/")
-        )
-        return (
-            path.startswith(f"{_FOLDER}/")
-            and "/" not in name
-            and (self.folders[0] / _FOLDER / f"{name}.yaml").is_file()
-        )
+        path = config_path.removesuffix(".yaml").split(",")[0].replace(_VALUES, f"{_FOLDER}/")
+        return path.count("/") == 1 and path.startswith(f"{_FOLDER}/") and (self.folders[0] / f"{path}.yaml").is_file()
 
     def is_group(self, config_path: str) -> bool:
         return f"{config_path}/" == _VALUES
@@ -249,9 +242,7 @@ def settle_recipe(cfg: DictConfig) -> None:
     log.info("recipe %s, side %s", facts["name"], facts["side"])
     composed = flatten(OmegaConf.to_container(cfg, resolve=False))
     wanted = facts.pop("values")
-    facts["overridden"] = {
-        key: value for key, value in wanted.items() if composed.get(key) != value or key not in composed
-    }
+    facts["overridden"] = {k: value for k, value in wanted.items() if k not in composed or composed[k] != value}
     for key, value in facts["overridden"].items():
         log.info("recipe %s: %s is %s, not the recipe's %s", facts["name"], key, composed.get(key, "absent"), value)
     cfg.runtime.recipe = facts

@@ -19,10 +19,9 @@ from dmlbench.checks import check
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.data.images.feature_cache import FeatureView
-from dmlbench.evaluation.analysis import per_query_table, to_csv
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
-from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.experiment import Data, Experiment
+from dmlbench.evaluation.evaluate import Evaluation, per_query_table, to_csv
+from dmlbench.experiment import Experiment
 from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
@@ -40,22 +39,16 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import Pruned, RunError, RunInUse
+from dmlbench.types import ImageTable, Pruned, RunError, RunInUse, Split
 
 log = logging.getLogger(__name__)
-
-_OF_RECIPE = ("name", "side", "overridden", "deviations")
 
 
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     """Train and test a composed configuration; returns the run directory.
 
     A complete run is skipped; an interrupted one resumes from its checkpoint. A run with a ``rerank`` takes the
-    weights of the complete run without it, if there is one.
-
-    Args:
-        cfg: a composed configuration.
-        follow: is told of validations and may end the training (see ``fit``).
+    weights of the complete run without it, if there is one. ``follow`` may end the training (see ``fit``).
 
     Raises:
         Pruned: ``follow`` has ended the training.
@@ -80,7 +73,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
         return run_dir
-    with store.locked(run_dir), _stop_signal() as stop:
+    with store.locked(run_dir), StopSignal().installed() as stop:
         if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
             return run_dir
         (run_dir / store.ERROR).unlink(missing_ok=True)
@@ -125,15 +118,6 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     return plan
 
 
-@contextlib.contextmanager
-def _stop_signal() -> Any:
-    stop = StopSignal().install()
-    try:
-        yield stop
-    finally:
-        stop.uninstall()
-
-
 def _is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     if not is_complete(cfg, run_dir):
         return False
@@ -166,16 +150,13 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
     setup, plan = experiment.setup, experiment.plan
     data, model, device, settings = setup.data, setup.model, setup.device, setup.settings
     if plan is not None:
-        log.info(
-            "stage 1 found %.1f epochs, here %d steps, and %d rate changes",
-            plan.epochs, settings.max_steps, len(plan.changes),
-        )  # fmt: skip
+        found = "stage 1 found %.1f epochs, here %d steps, and %d rate changes"
+        log.info(found, plan.epochs, settings.max_steps, len(plan.changes))
     rates = (group["lr"] for group in experiment.optimizer.param_groups)
     first_rate = next((rate for rate in rates if rate > 0), 0.0)
     atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
-    log.info(
-        "%s on %s: %d training images of %d classes", run_dir, device, len(data.split.train), experiment.num_classes
-    )
+    images, classes = len(data.split.train), int(data.class_index.max()) + 1
+    log.info("%s on %s: %d training images of %d classes", run_dir, device, images, classes)
     for note in data.table.notes:
         log.warning("%s is not as published: %s", data.table.name, note)
     if device.type == "cuda":
@@ -266,71 +247,57 @@ def _result(
     experiment: Experiment, config: str, progress: FitResult, scores: dict[str, Any], test: Evaluation | None,
     hashes: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    setup, protocol = experiment.setup, experiment.protocol
+    setup = experiment.setup
     table, split = setup.data.table, setup.data.split
+    groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
+    queries = np.empty(0) if split.test is None else split.test.query
+    is_test_half = np.array_equal(queries, np.flatnonzero(np.isin(table.role, ("test", "query"))))
+    published = table.published_queries if is_test_half and table.published_queries != len(queries) else None
+    rerank = setup.rerank.description if test and setup.rerank is not None else None
     return {
         "config_id": config,
-        "config_sha256": experiment.config_sha256,
-        "dataset": table.name,
-        "dataset_fingerprint": table.fingerprint,
-        **({"data_notes": list(table.notes)} if table.notes else {}),
-        "protocol": protocol.name,
-        "aggregation": protocol.aggregation,
-        "num_folds": protocol.num_folds,
-        "num_repeats": protocol.num_repeats,
-        **{key: getattr(experiment, key) for key in ("fold", "repeat", "seed", "base_seed", "run_sha256")},
+        **tested_result(table, experiment.protocol, split, test),
+        **experiment.provenance,
         "choices": setup.choices,
-        **({"recipe": {k: experiment.recipe[k] for k in _OF_RECIPE}} if experiment.recipe else {}),
-        **({"variants": experiment.variants} if experiment.variants else {}),
-        **({"weights_sha256": experiment.weights_sha256} if experiment.weights_sha256 else {}),
-        **({"code_sha256": experiment.code_sha256} if experiment.code_sha256 else {}),
         "git_commit": git_commit(),
-        "versions": package_versions(),
         "device": device_name(setup.device),
-        "training": _training(experiment),
+        "training": {
+            "frozen_until": setup.model.backbone.frozen_until,
+            "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
+            "image_size": list(experiment.image_size),
+            "views": setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None,
+        },
         "best_step": progress.best_step,
         "steps": progress.step,
         "stop_reason": progress.stop_reason,
         "monitor": setup.settings.monitor,
-        "val_is_test": split.val_is_test,
-        **({"facts": dict(split.facts)} if split.facts else {}),
         "search": test.search if test else setup.spec.search,
-        **({"rerank": setup.rerank.description} if test and setup.rerank is not None else {}),
         "metrics": scores,
-        "n_query": test.n_query if test else 0,
-        **_published_queries(setup.data),
-        "n_gallery": test.n_gallery if test else 0,
-        "n_skipped_queries": test.n_skipped_queries if test else 0,
-        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
-        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
+        **({"rerank": rerank} if rerank else {}),
+        **({"n_query_published": published} if published else {}),
         "pooling_started": setup.model.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": peak_memory_bytes(setup.device),
+    }
+
+
+def tested_result(table: ImageTable, protocol: Any, split: Split, test: Evaluation | None) -> dict[str, Any]:
+    """What the result of any run says of its data, protocol and test, with versions and time."""
+    return {
+        "dataset": table.name,
+        "dataset_fingerprint": table.fingerprint,
+        **({"data_notes": list(table.notes)} if table.notes else {}),
+        "protocol": protocol.name,
+        **{key: getattr(protocol, key) for key in ("aggregation", "num_folds", "num_repeats")},
+        "val_is_test": split.val_is_test,
+        **({"facts": dict(split.facts)} if split.facts else {}),
+        **{key: getattr(test, key) if test else 0 for key in ("n_query", "n_gallery", "n_skipped_queries")},
+        **({"kmeans": test.kmeans} if test and test.kmeans else {}),
+        **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
+        "versions": package_versions(),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _training(experiment: Experiment) -> dict[str, Any]:
-    """What of the network trained, and on which images."""
-    setup = experiment.setup
-    groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
-    views = setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None
-    return {
-        "frozen_until": setup.model.backbone.frozen_until,
-        "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
-        "image_size": list(experiment.image_size),
-        "views": views,
-    }
-
-
-def _published_queries(data: Data) -> dict[str, int]:
-    """How many queries the published test half has, where this one stands for it and has others."""
-    published, test = data.table.published_queries, data.split.test
-    if published is None or test is None or published == len(test.query):
-        return {}
-    stands_for_it = np.array_equal(test.query, np.flatnonzero(np.isin(data.table.role, ("test", "query"))))
-    return {"n_query_published": published} if stands_for_it else {}
 
 
 def _tidy(run_dir: Path, keep: str) -> None:

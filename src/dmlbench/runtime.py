@@ -10,8 +10,11 @@ import os
 import pickle
 import platform
 import random
+import re
+import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -30,10 +33,12 @@ Precision = Literal["float32", "bf16"]
 _REPORTED_PACKAGES = (
     *("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "scikit-learn", "faiss-cpu", "faiss-gpu"),
 )
+_CHECKSUM = "checksum"
+"""Key of the SHA-256 of the other values."""
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^63) that depends on every part and on nothing else (not on the process or Python's hash)."""
+    """A seed in [0, 2^63) that depends on the parts alone."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -81,12 +86,9 @@ def select_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda[:N]") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}' is not supported; use auto, cpu or cuda[:N]")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda[:N]")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu"
@@ -96,9 +98,7 @@ def select_device(name: str) -> torch.device:
 
 def available_cores() -> int:
     """Processor cores that this process may use, which a scheduler may have limited."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_strict_float32() -> None:
@@ -198,10 +198,6 @@ def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) ->
                 leftover.unlink(missing_ok=True)
 
 
-_CHECKSUM = "checksum"
-"""Key of the SHA-256 of the other values."""
-
-
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
     require_file(path)
@@ -233,14 +229,14 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
             f"{path} would hold NaN or infinity, which are no scores. Look at the embeddings, which may have collapsed."
         ) from error
     text = json.dumps({**written, _CHECKSUM: _checksum(written)}, indent=1)
-    atomic_write(path, (text + "\n").encode())
+    atomic_write(path, f"{text}\n".encode())
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what ``write_json`` wrote.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError
         ValueError: it cannot be read, or has other values than were written.
     """
     content = load_json(Path(path))
@@ -287,9 +283,9 @@ def git_commit() -> str | None:
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        return subprocess.check_output(
+            ["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) not in folder.parents:
@@ -315,8 +311,4 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Largest memory held so far: of the CUDA allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    import resource
-    import sys
-
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

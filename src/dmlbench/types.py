@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,10 @@ class Originals:
     """Properties of the published images of a data set, to recognize changed ones.
 
     Attributes:
-        format: Pillow's name of their format.
-        size: width and height of all of them; None where they come from many sources, so that their sizes differ.
-        boxes: [N, 4] published boxes: left, top, right and bottom edge in pixels of the whole photograph, NaN where an
-            image has none; None where there are no boxes at all.
-        boxes_from: name of the list that has them.
+        format: Pillow's name.
+        size: width and height of all of them; None where sizes differ.
+        boxes: [N, 4] left, top, right and bottom edge in pixels of the whole image, NaN where an image has none.
+        boxes_from: name of the list of boxes.
         full_color: whether most of their JPEGs keep colors at full resolution (4:4:4); encoders rarely do unasked.
     """
 
@@ -81,21 +80,18 @@ class ImageTable:
     """One row per image of a data set.
 
     Attributes:
-        name: the data set's name, as in the configuration.
         root: folder that ``paths`` are relative to; empty when ``pixels`` holds the images.
-        paths: [N] names of the images, relative to ``root``, unique.
+        paths: [N], unique.
         labels: [N] class ids in [0, num_classes), in the published order of the classes.
-        class_names: one name per class id.
-        role: [N] one of ``ROLES``: "train" rows belong to the train half, "test" rows to a test half that is searched
-            within itself, "query" and "gallery" rows to a test half with separate query and gallery sets.
-        super_labels: [N] ids of the super-classes, or None.
-        pixels: [N, H, W] (grey) or [N, H, W, 3] (RGB) uint8 when the whole data set is held as one array, else None.
-        fingerprint: hexadecimal digest of names, sizes, labels and roles, the same wherever the data lie.
-        layout: in words, which of the data set's known layouts was found on disk; empty where there is but one.
-        originals: what is known of the published images, or None.
+        role: [N] of ``ROLES``: "test" rows belong to a test half that is searched within itself, "query" and "gallery"
+            rows to one with separate sets.
+        super_labels: [N] ids of the super-classes.
+        pixels: [N, H, W] (grey) or [N, H, W, 3] (RGB) where the whole data set is one array.
+        fingerprint: digest of names, sizes, labels and roles, the same wherever the data lie.
+        layout: which of several known layouts was found on disk.
         notes: how the data differ from the published ones, as far as counts and a sample of the images tell; printed
             with every result.
-        published_queries: queries of the published test half; None where no such half is known.
+        published_queries: queries of the published test half.
     """
 
     name: str
@@ -125,8 +121,7 @@ class RetrievalSet:
     """Rows of an ``ImageTable`` to search.
 
     Attributes:
-        query: rows of the queries.
-        gallery: rows that are searched, or None: the queries search among themselves, each excluded by its row id.
+        gallery: None: the queries search among themselves, each excluded by its row id.
     """
 
     query: IntArray
@@ -143,14 +138,12 @@ class Split:
     """What one run trains on, selects on and is tested on.
 
     Attributes:
-        name: protocol and coordinates in words, for messages.
-        fold: the fold's number (0 where the protocol has none).
-        train: rows to train on.
+        name: protocol and coordinates, for messages.
+        fold: 0 where the protocol has none.
         val: what early stopping and selection look at; None where the length of the training is given.
-        test: what is reported; None where the protocol must not look at the test half (``hpo``).
-        val_is_test: True when the selection looks at the test half; printed with every number.
-        facts: numbers and names that belong to this split, such as how far its test classes are from its training
-            ones; they go into the result and can be columns of tables.
+        test: None where the protocol must not look at the test half (``hpo``).
+        val_is_test: whether the selection looks at the test half; printed with every number.
+        facts: of this split, such as the distance between its halves; for the result and columns of tables.
     """
 
     name: str
@@ -168,9 +161,9 @@ class Batch:
 
     Attributes:
         images: [B, 3, H, W] uint8 or float, RGB.
-        labels: [B] in [0, num_classes), on the CPU; the objective copies them to the device.
-        ids: [B] table rows, on the CPU.
-        second_views: [B, 3, H, W] the same images, transformed once more; None where no regularizer needs keys.
+        labels: [B] in [0, num_classes); the objective copies them to the device.
+        ids: [B] table rows.
+        second_views: [B, 3, H, W] the same images, transformed once more, for regularizers that need keys.
     """
 
     images: Tensor
@@ -185,11 +178,10 @@ class ModelOutput:
 
     Attributes:
         embedding: [B, D], not normalized.
-        side: named side outputs that regularizers may require: "histogram" [B, m] (rows sum to 1; absent until the
-            prototypes have started), "reconstruction" [B, D] (from histogram and prototypes; absent in the same case),
-            "pooled" [B, D], "weights" [B, H, W]; in training "features" and "features_max" [B, C], average and
-            maximum of what is pooled. "keys" [B, D], embeddings of second views by a copy of the network that follows
-            it, are the training loop's, for objectives that want them.
+        side: outputs that regularizers may require: "histogram" [B, m] (rows sum to 1) and "reconstruction" [B, D]
+            (from histogram and prototypes), both absent until the prototypes have started; "pooled" [B, D]; "weights"
+            [B, H, W]; in training "features" and "features_max" [B, C], average and maximum of what is pooled. The
+            training loop adds "keys" [B, D], embeddings of second views by the momentum encoder.
     """
 
     embedding: Tensor
@@ -253,17 +245,17 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
 
 
-def check_positive(**values: float) -> None:
-    """Check that numbers are above 0 and finite."""
+def check_positive(**values: float | None) -> None:
+    """Check that numbers are above 0 and finite; None is not set."""
     for name, value in values.items():
-        if not 0 < value < math.inf:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}: got {value}, expected a positive number.")
 
 
-def check_at_least(least: float, **values: float) -> None:
-    """Check that numbers are finite and not below a limit."""
+def check_at_least(least: float, **values: float | None) -> None:
+    """Check that numbers are finite and not below a limit; None is not set."""
     for name, value in values.items():
-        if not least <= value < math.inf:
+        if value is not None and not least <= value < math.inf:
             raise ConfigError(f"{name}: got {value}, expected at least {least}.")
 
 
@@ -290,11 +282,22 @@ def require_file(path: str | os.PathLike[str]) -> None:
         raise RunError(f"{path} is {what}, not a file. Remove it.")
 
 
+def nodes(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """A node of a configuration and all nodes within, by their key, such as ``schedule.schedulers[0]._target_``."""
+    yield path, node
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from nodes(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
+    elif isinstance(node, list) and of_lists:
+        for i, value in enumerate(node):
+            yield from nodes(value, f"{path}[{i}]")
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of dicts and lists by their key."""
+    return ((place, value) for place, value in nodes(node, path) if not isinstance(value, dict | list))
+
+
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
-    if not isinstance(node, dict):
-        return {prefix: node}
-    result: dict[str, Any] = {}
-    for key, value in node.items():
-        result |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return result
+    return {path: value for path, value in nodes(node, prefix, of_lists=False) if not isinstance(value, dict)}

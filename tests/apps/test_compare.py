@@ -3,31 +3,20 @@
 from pathlib import Path
 
 import pytest
+from written_runs import write_run
 
-from dmlbench.apps.compare import compare_configs
+from dmlbench.apps.tables import compare_configs
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.store import write_result
-from dmlbench.runtime import derive_seed
 from dmlbench.types import ConfigError, RunError
 
 P_AT_1 = EvaluationSpec(metrics=("p_at_1",))
 
 
 def write(root: Path, config: str, fold: int, repeat: int, p_at_1: float, **changes: object) -> None:
-    path = root / "glyphs" / "mlrc" / config / f"fold{fold}_rep{repeat}"
-    path.mkdir(parents=True)
     scores = {"p_at_1": p_at_1, "intra_class_distance": 2 * p_at_1}
-    result = {
-        "dataset_fingerprint": "f", "protocol": "mlrc", "base_seed": 0, "n_query": 9, "n_gallery": 9,
-        "aggregation": "collections", "search": "exact", "metrics": {"test": scores, "val": {}},
-        "config_id": config, "dataset": "glyphs", "num_folds": 4, "num_repeats": 3, "fold": fold, "repeat": repeat,
-        "seed": derive_seed(0, fold, repeat), "choices": {"pooling": config.split("-")[1]}, "val_is_test": False,
-        "n_skipped_queries": 0, "steps": 3, "wall_s": 1.0, "monitor": "p_at_1",
-    }  # fmt: skip
-    (path / "config.yaml").write_text(
-        f"fit: {{max_steps: {300 if 'gsp' in config else 100}}}\npooling: {{p: {len(config)}}}\n"
-    )
-    write_result(path, result | changes)
+    own = {"metrics": {"test": scores, "val": {}}, "choices": {"pooling": config.split("-")[1]}}
+    settings = f"fit: {{max_steps: {300 if 'gsp' in config else 100}}}\npooling: {{p: {len(config)}}}\n"
+    write_run(root / "glyphs" / "mlrc" / config / f"fold{fold}_rep{repeat}", settings, **own | changes)
 
 
 def configs(root: Path) -> None:

@@ -12,9 +12,8 @@ from numpy.testing import assert_allclose
 from PIL import Image
 from torch import nn
 
-from dmlbench.apps.explain_pair import explain_images
-from dmlbench.apps.explain_pair_picture import write_pair
-from dmlbench.apps.trained import NamedImage, load_run, read_one
+from dmlbench.apps.explain_pair import explain_images, write_pair
+from dmlbench.apps.loaded import NamedImage, load_run, read_one
 from dmlbench.cli.main import main
 from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages

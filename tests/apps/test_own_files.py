@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from written_runs import write_run
 
-from dmlbench.apps.compare import compare_configs
+from dmlbench.apps.loaded import load_run
 from dmlbench.apps.report.picture import draw_report
-from dmlbench.apps.tables import ConfigSummary
-from dmlbench.apps.trained import load_run
-from dmlbench.cli.evaluate import task as evaluate_task
+from dmlbench.apps.tables import ConfigSummary, compare_configs
+from dmlbench.cli import commands
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -34,15 +34,8 @@ def root(tmp_path: Path) -> Path:
         save_embeddings(path / EMBEDDINGS, EmbeddingSet(rows, labels, torch.arange(12)), None, {})
         (path / DISTANCE).write_bytes(b"state %d" % number)
         save_checkpoint(path / BEST, {"model": {"w": rows}})
-        (path / "config.yaml").write_text("backbone: {}\nfit: {keep: best}\n")
-        result = {
-            "config_id": config, "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
-            "aggregation": "collections", "num_folds": 1, "num_repeats": 1, "fold": 0, "repeat": 0, "base_seed": 0,
-            "seed": derive_seed(0, 0, 0), "choices": {"pooling": config}, "val_is_test": False, "search": "exact",
-            "metrics": {"test": {"p_at_1": 0.5}}, "n_query": 12, "n_gallery": 12, "n_skipped_queries": 0, "steps": 1,
-            "wall_s": 1.0, "monitor": "p_at_1", **hashes_of(path, (EMBEDDINGS, DISTANCE, BEST)),
-        }  # fmt: skip
-        write_result(path, result)
+        own = {"num_folds": 1, "num_repeats": 1, "choices": {"pooling": config}}
+        write_run(path, "backbone: {}\nfit: {keep: best}\n", **own, **hashes_of(path, (EMBEDDINGS, DISTANCE, BEST)))
     return tmp_path
 
 
@@ -65,7 +58,7 @@ def _report(root: Path) -> object:
 
 
 def _evaluate(root: Path) -> object:
-    return evaluate_task(compose("evaluate", [f"run={_run(root)}"]))
+    return commands.evaluate(compose("evaluate", [f"run={_run(root)}"]))
 
 
 def _load(root: Path) -> object:

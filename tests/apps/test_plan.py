@@ -4,17 +4,29 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from omegaconf import DictConfig, OmegaConf
+from written_runs import write_run
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
-from dmlbench.apps.provenance import Provenance
-from dmlbench.apps.table_comparison import differences_to_paper, given_by_hand, mixtures, moving, seconds_per_run
+from dmlbench.apps.table_comparison import (
+    PUBLISHED,
+    Provenance,
+    are_published,
+    differences_to_paper,
+    given_by_hand,
+    mixtures,
+    moving,
+    provenance_of,
+    seconds_per_run,
+)
 from dmlbench.papers import load_table
-from dmlbench.results.store import CONFIG, EMBEDDINGS, ERROR, RESULT, locked, make_directory, write_result
+from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
 
 CONFIGS = [("pooling=gap",), ("pooling=gmp",)]
+INCEPTION, RESNET = (PUBLISHED[name].ljust(64, "0") for name in ("bn_inception", "resnet50"))
 
 
 class Composer:
@@ -48,19 +60,8 @@ def _plan(
 
 
 def _write(run, **changes: object) -> None:
-    make_directory(run.path)
-    result = dict.fromkeys(
-        ("n_query", "n_gallery", "steps", "n_skipped_queries", "val_is_test", "search", "monitor"), 0
-    )
-    result |= {
-        "config_id": run.config.name, "config_sha256": run.config.sha256,
-        "dataset": "glyphs", "dataset_fingerprint": "f" * 64,
-        "protocol": "mlrc", "aggregation": "collections", "num_folds": 2, "num_repeats": 2, "fold": run.fold,
-        "repeat": run.repeat, "seed": derive_seed(0, run.fold, run.repeat), "base_seed": 0, "choices": {},
-        "metrics": {"test": {"p_at_1": 0.5}}, "wall_s": 7200.0, "git_commit": "abc",
-    }  # fmt: skip
-    (run.path / CONFIG).write_text("fit: {}\n")
-    write_result(run.path, result | changes)
+    own = {"config_sha256": run.config.sha256, "dataset_fingerprint": "f" * 64, "num_folds": 2, "num_repeats": 2}
+    write_run(run.path, **own | {"wall_s": 7200.0, "git_commit": "abc"} | changes)
 
 
 def test_a_config_is_composed_once_for_all_folds_and_repeats(tmp_path: Path) -> None:
@@ -183,3 +184,52 @@ def test_scores_of_something_else_than_the_papers_are_told() -> None:
     # a rule over repeats sums up no dimensions: the runs' own configuration has them
     assert differences_to_paper(score, summary, Provenance(embedding_size=64)) == ["64 dimensions instead of 128"]
     assert differences_to_paper(score, summary, Provenance(embedding_size=128)) == []
+
+
+def _provenance(folder: Path, backbone: str, *hashes: str | None, **node: object) -> Provenance:
+    size = {"head": {"out_features": 8}, "runtime": {"embedding_size": 24}}
+    OmegaConf.save({"backbone": {"weights_file": None, **node}, **size}, folder / "config.yaml")
+    return provenance_of(folder / "config.yaml", backbone, hashes)
+
+
+def test_the_hash_that_a_run_recorded_decides_and_not_the_file_of_today(tmp_path: Path) -> None:
+    file = tmp_path / "bn_inception-52deb4733.pth"
+    file.write_bytes(b"something else by now")
+    node = {"pretrained": True, "weights_file": str(file)}
+    assert _provenance(tmp_path, "bn_inception", INCEPTION, **node) == Provenance((), 24)
+    assert _provenance(tmp_path, "bn_inception_levels", INCEPTION, "f" * 64, **node).other_weights == (
+        f"OTHER WEIGHTS: {file} (SHA-256 ffffffffffff)",
+    )
+    assert _provenance(tmp_path, "resnet50", INCEPTION, **node).other_weights  # another backbone's
+    assert _provenance(tmp_path, "bn_inception", None, **node).other_weights == (f"OTHER WEIGHTS: {file}",)
+    file.unlink()
+    assert _provenance(tmp_path, "bn_inception", None, **node).other_weights == ()  # by its name
+
+
+@pytest.mark.parametrize(
+    ("backbone", "node", "said"),
+    [
+        ("resnet50", {"pretrained": True, "name": "resnet50.tv_in1k"}, ()),
+        ("resnet50_levels", {"pretrained": True, "name": "resnet50.a1_in1k"}, ("resnet50.a1_in1k of timm",)),
+        ("resnet50", {"pretrained": False, "name": "resnet50.tv_in1k"}, ("random ones",)),
+        ("bn_inception", {"pretrained": False}, ("random ones",)),
+        ("resnet20", {}, ()),  # which no paper has
+    ],
+)
+def test_weights_that_no_file_was_named_for(tmp_path: Path, backbone: str, node: dict, said: tuple[str, ...]) -> None:
+    found = _provenance(tmp_path, backbone, None, **node).other_weights
+    assert found == tuple(f"OTHER WEIGHTS: {text}" for text in said)
+
+
+def test_the_embedding_size_of_levels_is_that_of_the_compared_rows(tmp_path: Path) -> None:
+    for inference, size in (("rectified", 512), ("concat", 1536)):
+        head = {"level_size": 512, "num_levels": 3, "inference": inference}
+        OmegaConf.save({"head": head, "runtime": {"embedding_size": 3072}}, tmp_path / "config.yaml")
+        assert provenance_of(tmp_path / "config.yaml", "resnet20", []).embedding_size == size
+
+
+def test_a_file_is_hashed_again_when_it_has_changed(tmp_path: Path) -> None:
+    file = tmp_path / "resnet50-0676ba61.pth"
+    assert are_published(str(file))
+    file.write_bytes(b"1")
+    assert not are_published(str(file))

@@ -10,10 +10,8 @@ from commands_of_tables import CONF, command_of, commands, reproduce_of
 
 from dmlbench import papers
 from dmlbench.checks import check
-from dmlbench.cli.arguments import parse
-from dmlbench.cli.oodml import WORDS
-from dmlbench.cli.study import STUDIES
-from dmlbench.cli.target_overrides import key_of
+from dmlbench.cli.arguments import key_of, parse
+from dmlbench.cli.commands import OODML, STUDIES
 from dmlbench.config import compose, schema_of
 from dmlbench.data.given_splits import FORMAT, read_splits
 from dmlbench.papers import load_table, tables
@@ -96,7 +94,7 @@ def test_commands_that_make_a_table_are_commands(name: str, line: str) -> None:
     assert program == "dmlbench"
     parsed = parse(command, arguments)
     if command == "oodml":
-        assert parsed.words[0] in WORDS
+        assert parsed.words[0] in OODML
         keys = schema_of(f"oodml_{parsed.words[0]}").__dataclass_fields__
         assert {key_of(override).partition(".")[0] for override in parsed.overrides} <= keys.keys()
         assert len(parsed.words) == 1 or "configs" in keys

@@ -1,6 +1,5 @@
-"""Whole steps, searches and collections on CUDA without a GPU: they wait where they must, and scores are the CPU's."""
+"""Batches and whole trainings on CUDA without a GPU: they wait where they must, and images are the CPU's."""
 
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,34 +34,9 @@ from dmlbench.training import fit as fit_module
 from dmlbench.training.fit import FitSettings, fit
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
 
-# Of each wait of a run outside of its losses, why.
-READING = "losses and gradient norms of log_every steps are read together"
-EMBEDDING = "rows are checked and kept on the host, a batch at a time"
-LOADED = "where a checkpoint is loaded, its counters are read once"
-CHECKED = "sets are looked at on the host, once a search"
-SEARCHED = "a tile's candidates, and similarities that are close to a decision, are settled on the host"
-MOVED = "queries and gallery are moved there, a tile at a time"
-STAY: Mapping[str, str] = {
-    "deferred_metrics.py read: _to_copy to the host": READING,
-    "embed.py embed: _to_copy to the host": EMBEDDING,
-    "counters.py _read_counts: _local_scalar_dense": LOADED,
-    "prototypes.py _load_from_state_dict: _local_scalar_dense": LOADED,
-    "sets.py ids_of: _to_copy to the host": CHECKED,
-    "sets.py labels_of: _to_copy to the host": CHECKED,
-    "sets.py check_finite: _local_scalar_dense": CHECKED,
-    "clustering.py __init__: _to_copy to the host": CHECKED,
-    "unit_rows.py _float64_parts: _to_copy to the host": SEARCHED,
-    "candidates.py to_host: _to_copy to the host": SEARCHED,
-    "candidates.py entries_above: nonzero": SEARCHED,
-    "ranking.py select: nonzero": SEARCHED,
-    "candidates.py to_device: _to_copy from the host": MOVED,
-    "pairwise.py tile: _to_copy from the host": MOVED,
-    "pairwise.py _places_of_content: _to_copy to the host": CHECKED,
-    "pairwise.py _scale_unit: _local_scalar_dense": CHECKED,
-    "pairwise.py _checked: _local_scalar_dense": SEARCHED,
-    "scan.py moved_to: _to_copy from the host": MOVED,
-    "diml.py _plan: _local_scalar_dense": "a list's updates end when its last one moves little",
-}
+READ = {"deferred_metrics.py read: _to_copy to the host": 2}  # losses and gradient norms of log_every steps, together
+# Where a checkpoint is loaded, its counters are read once.
+LOADED = ("base.py _read_counts: _local_scalar_dense", "gsp.py _load_from_state_dict: _local_scalar_dense")
 
 
 class TinyBackbone(Backbone):
@@ -150,8 +124,7 @@ def test_a_training_waits_every_log_every_steps_alone(tmp_path: Path) -> None:
     saved: list[int] = []
     with pretended_cuda() as device:
         trained(device, tmp_path, batches(SHIFTED), saved)
-    waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
-    assert waits == {"deferred_metrics.py read: _to_copy to the host": 2}
+    assert {name: count for name, count in device.waits.items() if name not in LOADED} == READ
     assert saved == [4]
 
 
@@ -161,8 +134,7 @@ def test_a_training_with_keys_of_second_views_waits_no_more(tmp_path: Path) -> N
     with pretended_cuda() as device:
         trained(device, tmp_path, batches(SHIFTED, second_views=True), [], UnitParts, objective)
     assert {x.device for x in objective.buffers()} == {CUDA}
-    waits = {name: count for name, count in device.waits.items() if STAY[name] != LOADED}
-    assert waits == {"deferred_metrics.py read: _to_copy to the host": 2}
+    assert {name: count for name, count in device.waits.items() if name not in LOADED} == READ
 
 
 def levels(variant: str) -> tuple[MetricModel, AvslDistance]:

@@ -18,7 +18,7 @@ from dmlbench.evaluation.metrics.clustering import (
     mutual_information,
 )
 from dmlbench.evaluation.metrics.table import asked_scores, set_scores
-from dmlbench.evaluation.search.unit_rows import FloatRows, unit_rows
+from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 

@@ -1,16 +1,185 @@
-"""Embedding of batches and the file that keeps them."""
+"""Embeddings of batches and their files; arrays, tensors and files of other code; what is wrong is named."""
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from dmlbench.evaluation.embeddings.embed import embed, load_embeddings, save_embeddings
+from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
+from dmlbench.evaluation.embeddings.embed import embed, load_embeddings, read_embeddings, save_embeddings
+from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.types import Batch, EmbeddingSet, RunError
 
-CPU = torch.device("cpu")
+N = 30
+ROWS: NDArray[np.float32] = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float16).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 5, N)
+SET = EmbeddingSet(torch.from_numpy(ROWS), torch.from_numpy(LABELS), torch.arange(N))
+EXPECTED = evaluate(SET).scores
+
+
+def npy(path: Path) -> list[Path]:
+    np.save(path / "x.npy", ROWS)
+    np.save(path / "y.npy", LABELS.astype(np.uint8))
+    return [path / "x.npy", path / "y.npy"]
+
+
+def npz(path: Path) -> list[Path]:
+    np.savez_compressed(path / "x.npz", embeddings=ROWS.astype(">f2"), targets=LABELS.astype(">i4"))
+    return [path / "x.npz"]
+
+
+def pt(path: Path) -> list[Path]:
+    torch.save({"rows": SET.rows.half(), "labels": SET.labels, "ids": SET.ids + 7, "epoch": 3}, path / "x.pt")
+    return [path / "x.pt"]
+
+
+def tensors(path: Path) -> list[Path]:
+    save_file({"rows": SET.rows.half(), "labels": SET.labels.int()}, path / "x.safetensors")
+    return [path / "x.safetensors"]
+
+
+def own(path: Path) -> list[Path]:
+    save_embeddings(path / "x.safetensors", SET, None, {})
+    return [path / "x.safetensors"]
+
+
+@pytest.mark.parametrize("write", [npy, npz, pt, tensors, own])
+def test_every_kind_of_file_gives_the_scores_of_its_rows(write: Callable[[Path], list[Path]], tmp_path: Path) -> None:
+    stored = read_embeddings(*write(tmp_path))
+    assert evaluate(stored.queries, stored.gallery).scores == EXPECTED
+
+
+@pytest.mark.parametrize("dtype", ["<f2", ">f2", ">f4", "<f8", ">f8", "longdouble"])
+def test_every_floating_point_type_and_byte_order_is_accepted(dtype: str) -> None:
+    assert evaluate_arrays(ROWS.astype(dtype), LABELS.astype(">u8")).scores == EXPECTED
+
+
+def test_tensors_and_views_are_accepted() -> None:
+    wide = torch.from_numpy(np.concatenate([ROWS, ROWS], axis=1))
+    assert evaluate_arrays(wide[:, :4].requires_grad_(), SET.labels.short()).scores == EXPECTED
+    assert evaluate_arrays(np.flip(ROWS[::-1].copy(), 0), LABELS).scores == EXPECTED
+    assert evaluate_arrays(torch.from_numpy(ROWS).to_sparse(), LABELS).scores == EXPECTED
+
+
+def test_a_gallery_without_ids_holds_none_of_the_queries_and_with_ids_those_it_names() -> None:
+    apart = evaluate_arrays(ROWS, LABELS, gallery_rows=ROWS, gallery_labels=LABELS)
+    assert apart.scores["p_at_1"] == 1.0  # every query finds its copy
+    ids = np.arange(N) * 3
+    same = evaluate_arrays(ROWS, LABELS, ids=ids, gallery_rows=ROWS, gallery_labels=LABELS, gallery_ids=ids)
+    assert same.scores == EXPECTED
+
+
+def test_gallery_files_are_numbered_on_from_the_queries(tmp_path: Path) -> None:
+    np.savez(tmp_path / "q.npz", rows=ROWS[:10], labels=LABELS[:10])
+    np.save(tmp_path / "g.npy", ROWS[10:])
+    np.save(tmp_path / "gy.npy", LABELS[10:])
+    stored = read_embeddings(tmp_path / "q.npz", gallery=tmp_path / "g.npy", gallery_labels=tmp_path / "gy.npy")
+    assert stored.gallery is not None
+    assert stored.gallery.ids.tolist() == list(range(10, N))
+    expected = evaluate_arrays(ROWS[:10], LABELS[:10], gallery_rows=ROWS[10:], gallery_labels=LABELS[10:])
+    assert evaluate(stored.queries, stored.gallery).scores == expected.scores
+
+
+def broken_rows() -> NDArray[np.float32]:
+    rows = ROWS.copy()
+    rows[[3, 17], 0] = [np.nan, np.inf]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "labels", "ids", "message"),
+    [
+        (broken_rows(), LABELS, None, r"row id 3 holds NaN or infinity \(2 of 30"),
+        (ROWS.astype(np.float64) * 1e300, LABELS, None, r"row id 0 holds NaN or infinity \(30 of 30"),
+        (ROWS.astype(np.int32), LABELS, None, "query rows: got int32, expected floating-point numbers"),
+        (ROWS.astype(object), LABELS, None, "query rows: got object, expected numbers"),
+        (np.ma.masked_array(ROWS, ROWS > 1), LABELS, None, "query rows: got a masked array"),
+        (ROWS[:, 0], LABELS, None, r"got rows \(30,\)"),
+        (ROWS, LABELS[:-1], None, r"got rows \(30, 4\), labels \(29,\)"),
+        (ROWS, LABELS.astype(float), None, "query labels: got float64, expected whole numbers"),
+        (ROWS, torch.from_numpy(LABELS > 1), None, r"query labels: got torch\.bool, expected whole numbers"),
+        (ROWS, LABELS, np.arange(N) // 2, "row id 0 occurs more than once"),
+        (ROWS, np.arange(N), None, "none of the 30 queries has another item of its class"),
+    ],
+)
+def test_arrays_that_cannot_be_evaluated_are_refused(rows, labels, ids, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        evaluate_arrays(rows, labels, ids=ids)
+
+
+def test_galleries_that_do_not_fit_are_refused() -> None:
+    for options, message in (
+        ({"gallery_rows": ROWS}, "needs both rows and labels"),
+        ({"gallery_labels": LABELS}, "give gallery_rows and gallery_labels"),
+        ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "for one of queries and gallery"),
+        ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and the gallery has 3"),
+    ):
+        with pytest.raises(RunError, match=message):
+            evaluate_arrays(ROWS, LABELS, **options)
+
+
+def test_k_beyond_the_gallery_is_the_whole_gallery_and_lonely_queries_are_counted() -> None:
+    labels = LABELS.copy()
+    labels[:2] = [70, 71]
+    result = evaluate_arrays(ROWS, labels, spec=EvaluationSpec(recall_at=(1, 500)))
+    assert (result.scores["recall_at_500"], result.n_skipped_queries) == (1.0, 2)
+
+
+@pytest.mark.parametrize("write", [npy, npz, pt, tensors, own])
+def test_truncated_files_are_refused(write: Callable[[Path], list[Path]], tmp_path: Path) -> None:
+    path, *labels = write(tmp_path)
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RunError, match="truncated or damaged"):
+            read_embeddings(path, *labels)
+
+
+class Trap:
+    """Fails the test when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return pytest.fail, ("a file ran code",)
+
+
+def test_objects_are_never_unpickled(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([Trap()], dtype=object))
+    np.savez(tmp_path / "x.npz", rows=np.array([Trap()], dtype=object), labels=LABELS)
+    torch.save({"rows": Trap(), "labels": SET.labels}, tmp_path / "x.pt")
+    (tmp_path / "y.npy").write_bytes(pickle.dumps(Trap()))
+    for name in ("x.npy", "x.npz", "x.pt", "y.npy"):
+        with pytest.raises(RunError, match=r"Python objects|pickle"):
+            read_embeddings(tmp_path / name)
+
+
+def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
+    x, y = npy(tmp_path)
+    np.savez(tmp_path / "both.npz", rows=ROWS, labels=LABELS)
+    np.savez(tmp_path / "other.npz", vectors=ROWS, labels=LABELS)
+    np.savez(tmp_path / "twice.npz", rows=ROWS, embeddings=ROWS, labels=LABELS)
+    np.savez(tmp_path / "role.npz", role=LABELS)
+    torch.save([SET.rows], tmp_path / "list.pt")
+    own(tmp_path)
+    for arguments, options, message in (
+        ([x], {}, "holds no labels; add them as 'labels', or give labels=<file>"),
+        ([tmp_path / "both.npz", y], {}, "leave one of them away"),
+        ([tmp_path / "other.npz"], {}, r"holds no 'rows' or .* but \['vectors', 'labels'\]"),
+        ([tmp_path / "twice.npz"], {}, "'rows' and 'embeddings': which one is meant"),
+        ([tmp_path / "list.pt"], {}, "holds a list; save a tensor"),
+        ([x, tmp_path / "other.csv"], {}, "of an unknown kind; known: .safetensors"),
+        ([tmp_path / "none.npy"], {}, "there is no file"),
+        ([x, y], {"gallery": x}, "give gallery_labels=<file>"),
+        ([x, y], {"gallery_labels": y}, "give gallery=<file> too"),
+        ([tmp_path / "role.npz"], {"gallery": x}, r"'rows' or .* but \['role'\]"),
+        ([tmp_path / "x.safetensors", y], {}, "says itself what is query and gallery"),
+    ):
+        with pytest.raises(RunError, match=message):
+            read_embeddings(*arguments, **options)
 
 
 def batches(sizes: tuple[int, ...] = (3, 3, 2)) -> Iterator[Batch]:
@@ -26,7 +195,7 @@ def rows_of(images: torch.Tensor) -> torch.Tensor:
 
 
 def test_embed_keeps_order_labels_and_ids() -> None:
-    result = embed(rows_of, batches(), device=CPU, describe="test", count=8)
+    result = embed(rows_of, batches(), device=torch.device("cpu"), describe="test", count=8)
     assert torch.equal(result.rows, torch.arange(8.0).reshape(-1, 1).expand(-1, 3) * 2)
     assert result.ids.tolist() == list(range(100, 108))
     assert result.labels.tolist() == [0, 1] * 4
@@ -44,7 +213,7 @@ def test_embed_keeps_order_labels_and_ids() -> None:
 )
 def test_embed_refuses_infinite_rows_and_wrong_counts(model, sizes, message) -> None:
     with pytest.raises(RunError, match=message):
-        embed(model, batches(sizes), device=CPU, describe="test", count=8)
+        embed(model, batches(sizes), device=torch.device("cpu"), describe="test", count=8)
 
 
 def example(start: int, size: int) -> EmbeddingSet:

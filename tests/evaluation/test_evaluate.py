@@ -1,20 +1,29 @@
-"""Scores of embedding sets: recorded values of other code, loops over exact arithmetic, and equality of all routes."""
+"""Scores of embedding sets: recorded values, loops over exact arithmetic, equality of all routes, and their tables."""
 
 import importlib.util
+import io
 import json
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.evaluate import Evaluation, evaluate, ranks_like_unit_vectors
+from dmlbench.evaluation.evaluate import (
+    Evaluation,
+    evaluate,
+    hardest_queries,
+    per_class_table,
+    per_query_table,
+    ranks_like_unit_vectors,
+    to_csv,
+)
 from dmlbench.evaluation.metrics.table import METRICS, asked_scores, score_names
-from dmlbench.evaluation.search.nearest import nearest
-from dmlbench.evaluation.search.unit_rows import unit_rows
-from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd
+from dmlbench.evaluation.search.rerank import nearest
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
@@ -117,27 +126,6 @@ def test_scores_equal_loops_where_all_rows_are_the_same(value: float, size: int)
     assert_equals_loops(result, by_loops(queries, None, (1, 2)))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_scores_equal_loops_on_duplicates_near_ties_and_one_image_classes(seed: int) -> None:
-    queries = difficult_set(seed)
-    result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2, 5, 500)))
-    assert result.n_skipped_queries >= 3
-    assert_equals_loops(result, by_loops(queries, None, (1, 2, 5, 500)))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_query_is_excluded_by_its_row_id_wherever_the_gallery_holds_it(seed: int) -> None:
-    everything = difficult_set(seed, size=60)
-    pick = torch.from_numpy(np.random.default_rng(seed).permutation(60))
-
-    def part(index: torch.Tensor) -> EmbeddingSet:
-        return EmbeddingSet(everything.rows[index], everything.labels[index], everything.ids[index])
-
-    queries, gallery = part(pick[:30]), part(pick[15:])  # half of the queries are in the gallery
-    result = evaluate(queries, gallery, EvaluationSpec(recall_at=(1, 4)))
-    assert_equals_loops(result, by_loops(queries, gallery, (1, 4)))
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("separate", [False, True])
 def test_whole_rankings_equal_loops_by_every_route(seed: int, separate: bool) -> None:
@@ -147,14 +135,15 @@ def test_whole_rankings_equal_loops_by_every_route(seed: int, separate: bool) ->
     if separate:
         queries = EmbeddingSet(everything.rows[:40], everything.labels[:40], everything.ids[:40])
         gallery = EmbeddingSet(everything.rows[20:], everything.labels[20:], everything.ids[20:])
-    expected = by_loops(queries, gallery, (1, 7))
+    expected = by_loops(queries, gallery, (1, 7, 500))
     results = [
-        evaluate(queries, gallery, EvaluationSpec((1, 7), back_end, tile_bytes, QUERY_METRICS))
+        evaluate(queries, gallery, EvaluationSpec((1, 7, 500), back_end, tile_bytes, QUERY_METRICS))
         for back_end in BACK_ENDS
         for tile_bytes in (4096, 50_000, TILE_BYTES)
     ]
     for result in results:
         assert list(result.per_query) == list(expected)
+        assert separate or result.n_skipped_queries >= 3
         assert_equals_loops(result, expected)
         assert result.scores == results[0].scores
 
@@ -286,3 +275,63 @@ def test_settings_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"dmlbench\[faiss-cpu\]"):
         evaluate(difficult_set(0), None, EvaluationSpec(back_end="faiss"))
     assert evaluate(difficult_set(0)).n_query == 90  # "auto" does without faiss
+
+
+# Tables
+
+
+def lettered() -> EmbeddingSet:
+    rng = np.random.default_rng(3)
+    labels = np.append(rng.integers(0, 4, 39), 9)  # class 9 has one image
+    return embedding_set(rng.normal(size=(40, 3)), labels, rng.permutation(40) + 100)
+
+
+def test_class_scores_are_means_over_the_queries_of_the_class_that_have_a_positive() -> None:
+    queries = lettered()
+    evaluation = evaluate(queries)
+    table = per_class_table(queries, evaluation, class_names=[f"name {i}" for i in range(10)])
+    assert table["label"].tolist() == [0, 1, 2, 3, 9]
+    for _, row in table.iterrows():
+        chosen = queries.labels.numpy() == row["label"]
+        assert row["class"] == f"name {row['label']}"
+        assert row["queries"] == chosen.sum()
+        if row["label"] == 9:
+            assert row["skipped"] == 1 and np.isnan(row["map_at_r"])
+        else:
+            assert row["skipped"] == 0
+            assert row["map_at_r"] == pytest.approx(evaluation.per_query["map_at_r"][chosen].mean())
+
+
+def test_hardest_queries_come_first_with_what_is_nearest_to_them() -> None:
+    queries = lettered()
+    evaluation = evaluate(queries)
+    scores = evaluation.per_query["map_at_r"]
+    found = hardest_queries(queries, None, evaluation, count=100, metric="map_at_r")
+    assert len(found) == 39  # the lonely query has no score
+    expected = sorted(range(39), key=lambda q: (scores[q], q))
+    assert [query.id for query in found] == [int(queries.ids[q]) for q in expected]
+    unit = torch.nn.functional.normalize(queries.rows.double())
+    for query, q in zip(found[:5], expected, strict=False):
+        distances = (unit - unit[q]).norm(dim=1)
+        distances[q] = 9
+        nearest = int(distances.argmin())
+        assert (query.nearest_id, query.nearest_label) == (int(queries.ids[nearest]), int(queries.labels[nearest]))
+        assert query.distance == pytest.approx(float(distances[nearest]), abs=1e-6)
+        assert query.score == scores[q]
+
+
+def test_counts_and_metrics_that_make_no_list_are_refused() -> None:
+    queries = lettered()
+    evaluation = evaluate(queries)
+    for count, metric, message in ((0, "map_at_r", "at least 1"), (1, "nmi", "'nmi' is no score of single queries")):
+        with pytest.raises(ConfigError, match=message):
+            hardest_queries(queries, None, evaluation, count=count, metric=metric)
+
+
+def test_tables_read_back_to_the_same_numbers() -> None:
+    queries = lettered()
+    table = per_query_table(queries, evaluate(queries))
+    back = pd.read_csv(io.BytesIO(to_csv(table)), dtype=str, keep_default_na=False)  # pandas' own reading rounds
+    assert list(back) == list(table)
+    for name in table:
+        np.testing.assert_array_equal([float(text) for text in back[name]], table[name])

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity, LpDistance, SNRDistance
 
-from dmlbench.evaluation.analysis import hardest_queries
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
-from dmlbench.evaluation.evaluate import Evaluation, evaluate
+from dmlbench.evaluation.evaluate import Evaluation, evaluate, hardest_queries
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import pairwise, scan
-from dmlbench.evaluation.search.nearest import nearest
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, is_symmetric
+from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.avsl_tiles import AvslTiles

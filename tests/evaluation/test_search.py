@@ -1,6 +1,7 @@
-"""Keys, narrowing, and the routes of the search that a CPU with memory to spare does not take by itself."""
+"""The similarity that decides, the product that proposes, keys, narrowing, and routes for devices without memory."""
 
 import copy
+import math
 import subprocess
 import sys
 import weakref
@@ -10,19 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search import candidates
-from dmlbench.evaluation.search.candidates import (
-    PADDING,
-    TopK,
-    column_of,
-    kth_bound,
-    marked,
-    pack,
-    settle,
-    value_of,
+from dmlbench.evaluation.search import candidates, unit_vectors
+from dmlbench.evaluation.search.candidates import PADDING, TopK, column_of, kth_bound, marked, pack, settle, value_of
+from dmlbench.evaluation.search.scan import ScanPlan, strict_float32_products
+from dmlbench.evaluation.search.unit_vectors import (
+    UnitSearch,
+    exact_similarities,
+    fast_product,
+    halving_sum,
+    hold_unit_rows,
+    unit_rows,
 )
-from dmlbench.evaluation.search.unit_vectors import UnitSearch
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import EmbeddingSet, RunError
 
@@ -41,6 +40,68 @@ def on_tensors(search: UnitSearch) -> UnitSearch:
     result = copy.copy(search)
     result.on_host = False
     return result
+
+
+def test_halving_sum_equals_exact_summation_for_every_width() -> None:
+    rng = np.random.default_rng(0)
+    for width in (0, 1, 2, 3, 7, 8, 100):
+        terms = rng.normal(size=(5, width))
+        expected = [math.fsum(row) for row in terms]
+        np.testing.assert_allclose(halving_sum(terms.copy()), expected, rtol=1e-13, atol=1e-15)
+
+
+def test_a_pair_has_the_same_bits_alone_and_among_others() -> None:
+    rng = np.random.default_rng(1)
+    source = torch.from_numpy(rng.normal(size=(700, 300)).astype(np.float32))
+    rows, made_anew = hold_unit_rows(source, within_bytes=10**6), hold_unit_rows(source, within_bytes=10**5)
+    assert rows.held is not None and made_anew.held is None
+    left, right = rng.integers(0, 700, (2, 3000))
+    together = exact_similarities(rows, rows, left, right)
+    alone = [exact_similarities(rows, rows, left[i : i + 1], right[i : i + 1])[0] for i in range(0, 3000, 37)]
+    assert together[::37].tolist() == alone
+    assert np.array_equal(exact_similarities(made_anew, made_anew, left, right), together)
+
+
+def test_unit_rows_do_not_depend_on_their_neighbors_and_keep_zero_rows() -> None:
+    rows = torch.randn(50, 33, generator=torch.Generator().manual_seed(0))
+    assert np.array_equal(unit_rows(rows)[13:20], unit_rows(rows[13:20]))
+    np.testing.assert_allclose(np.linalg.norm(unit_rows(rows), axis=1), 1, atol=1e-6)
+    assert not unit_rows(torch.zeros(2, 3)).any()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("dimension", [3, 64, 512])
+def test_fast_product_ranks_within_its_stated_error(offset: float, dimension: int) -> None:
+    rng = np.random.default_rng(dimension)
+    rows = unit_rows(torch.from_numpy((rng.normal(size=(80, dimension)) + offset).astype(np.float32)))
+    product = fast_product(*(hold_unit_rows(torch.from_numpy(x), within_bytes=10**6) for x in (rows[:20], rows)))
+    fast = (product.query(rows[:20]) @ product.gallery(rows).T).astype(np.float64)
+    exact = rows[:20].astype(np.float64) @ rows.astype(np.float64).T
+    deviation = fast - exact
+    deviation -= deviation.mean(axis=1, keepdims=True)  # a constant per query changes no ranking
+    assert np.abs(deviation).max() <= 2 * product.error
+    assert np.abs(fast).max() <= product.largest + product.error
+    if offset >= 100:
+        assert product.error < 1e-6  # the plain product of nearly parallel rows would err by far more
+
+
+@pytest.mark.parametrize(("name", "value", "strict"), [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")])
+def test_products_are_float32_inside_whichever_interface_allowed_less(
+    name: str, value: bool | str, strict: bool | str
+) -> None:
+    matmul = torch.backends.cuda.matmul
+    try:
+        before = getattr(matmul, name)
+    except AttributeError:
+        pytest.skip(f"this PyTorch has no {name}")
+    setattr(matmul, name, value)
+    try:
+        with strict_float32_products():
+            assert getattr(matmul, name) == strict
+        assert getattr(matmul, name) == value
+    finally:
+        setattr(matmul, name, before)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_keys_sort_by_value_then_column_and_give_both_back() -> None:
@@ -153,17 +214,77 @@ def test_more_neighbors_than_2048_are_found() -> None:
     sets = embedding_set(np.random.default_rng(3).normal(size=(2300, 4)))
     queries = EmbeddingSet(sets.rows[:5], sets.labels[:5], sets.ids[:5])
     host = UnitSearch(queries, sets)
-    exact = -(host.query.part(0, 5).astype(np.float64) @ host.gallery.part(0, 2300).astype(np.float64).T)
+    exact = -(host.query.take(slice(0, 5)).astype(np.float64) @ host.gallery.take(slice(0, 2300)).astype(np.float64).T)
     exact[np.arange(5), np.arange(5)] = np.inf
     expected = np.argsort(exact, axis=1, kind="stable")[:, :2200]
     for search in (host, on_tensors(host)):
         assert np.array_equal(columns_found(search, 2200), expected)
 
 
-def test_the_torch_setting_of_threads_survives() -> None:
-    threads = torch.get_num_threads()
-    evaluate(embedding_set(np.random.default_rng(4).normal(size=(40, 3))), None, EvaluationSpec())
-    assert torch.get_num_threads() == threads
+# A set within itself by half of the products
+
+
+def clustered(size: int, *, seed: int, width: int = 6) -> EmbeddingSet:
+    """Rows with duplicates next to each other and far apart."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(size, width)) + 2 * rng.normal(size=(9, width))[rng.integers(0, 9, size)]
+    rows[size // 2 : size // 2 + 30] = rows[:30]
+    rows[5:9] = rows[4]
+    return EmbeddingSet(torch.from_numpy(rows).float(), torch.arange(size) % 9, torch.arange(size) * 3)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("k", "rows", "columns"), [(1, 16, 250), (7, 40, 100), (19, 64, 250)])
+def test_half_of_the_products_find_what_a_sort_of_float64_products_does(
+    k: int, rows: int, columns: int, threads: int
+) -> None:
+    queries = clustered(250, seed=k)
+    unit = unit_rows(queries.rows).astype(np.float64)
+    wanted = np.flatnonzero(np.arange(250) % 8 != 3)
+    search = UnitSearch(queries, None)
+
+    def finish(part: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
+
+    plan = ScanPlan(rows, columns, threads, by_half=True)
+    found = [
+        (q, column)
+        for part, nearest in search.ranked(k, finish, wanted=wanted, plan=plan)
+        for q, column in zip(part.tolist(), nearest.tolist(), strict=True)
+    ]
+    assert [q for q, _ in found] == wanted.tolist()
+    for q, columns_found in found:
+        similarity = np.sum(unit[q] * unit, axis=1)
+        similarity[q] = -np.inf
+        assert columns_found == np.lexsort((np.arange(250), -similarity))[:k].tolist()
+
+
+def test_candidates_of_later_rows_are_narrowed_to_those_that_others_do_not_rule_out() -> None:
+    sizes = []
+
+    def finish(part: np.ndarray, keys: np.ndarray) -> None:
+        sizes.append((column_of(keys) >= 0).sum(axis=1).mean())
+
+    rows = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
+    queries = EmbeddingSet(rows, torch.zeros(600), torch.arange(600))
+    plan = ScanPlan(32, 600, 1, by_half=True)
+    list(UnitSearch(queries, None).ranked(5, finish, wanted=np.arange(600), plan=plan))
+    assert max(sizes) < 25  # of 600
+
+
+def test_halves_serve_a_set_within_itself_whose_similarities_are_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, gallery = clustered(60, seed=1), clustered(60, seed=2)
+    gallery = EmbeddingSet(gallery.rows, gallery.labels, gallery.ids + 1)
+    one_way = EmbeddingSet(queries.rows + 50, queries.labels, queries.ids)  # centered, which moves the queries alone
+
+    def uses_halves(search: UnitSearch, *, pays: bool = True) -> bool:
+        monkeypatch.setattr(unit_vectors, "_GAIN", 0 if pays else 10**9)
+        return search.plan(3, 60).by_half
+
+    assert uses_halves(UnitSearch(queries, None))
+    assert not uses_halves(UnitSearch(queries, None), pays=False)
+    assert not uses_halves(UnitSearch(queries, gallery))
+    assert not uses_halves(UnitSearch(one_way, None))
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from dmlbench import runner as run_module
-from dmlbench.apps.reevaluate import evaluate_from
-from dmlbench.apps.trained import distance_of_run
+from dmlbench.apps.embeddings import evaluate_from
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -261,24 +261,6 @@ def test_pooling_that_never_started_is_said_in_log_result_and_table(dmlbench, tm
     assert "NOT STARTED: in 1 runs" in dmlbench("table", "allow_partial=true")
 
 
-@pytest.mark.slow
-def test_every_pooling_trains_two_steps(dmlbench, tmp_path, repository) -> None:
-    options = sorted({file.stem for file in (repository / "conf" / "pooling").glob("*.yaml")} - {"none"})
-    two_steps = (*TINY, "dataset=glyphs", "fit.max_steps=2", "fit.validate_every=2")
-    dmlbench("train", "-m", *two_steps, "pooling=glob(*,exclude=none)")
-    results = [json.loads((run / "result.json").read_text()) for run in run_dirs(tmp_path)]
-    assert sorted(result["choices"]["pooling"] for result in results) == options
-    with_prototypes = [result["choices"]["pooling"] for result in results if not result["pooling_started"]]
-    assert "gsp" in with_prototypes
-    dmlbench(
-        "train", "-m", *two_steps, f"pooling={','.join(with_prototypes)}",
-        "pooling.num_prototypes=4", "pooling.memory_rows=16", "paths.output_dir=started",
-    )  # fmt: skip
-    started = sorted((tmp_path / "started").glob("*/*/*/fold*_rep*"))
-    assert len(started) == len(with_prototypes)
-    assert all(json.loads((run / "result.json").read_text())["pooling_started"] for run in started)
-
-
 def test_failed_run_leaves_its_error_and_no_score(dmlbench, tmp_path) -> None:
     assert "training stopped at step" in dmlbench("train", *TINY, "optim.lr=1e30", code=1)
     path = run_dirs(tmp_path)[0]

@@ -3,7 +3,7 @@
 import csv
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,15 +63,6 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exited:
-        main([*arguments])
-    out, error = capsys.readouterr()
-    assert exited.value.code == 0, error
-    return out
-
-
 def test_a_run_says_so_in_its_log_and_its_result(inside: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = compose("train", [*OVERRIDES, "paths.output_dir=again", "fit.max_steps=0"])
     name = config_id(cfg)
@@ -83,9 +74,9 @@ def test_a_run_says_so_in_its_log_and_its_result(inside: Path, caplog: pytest.Lo
     assert [f"cub200 is not as published: {note}" in caplog.text for note in NOTES] == [True] * 3
 
 
-def test_summaries_tables_comparisons_and_evaluations_say_so(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "aggregate", "paths.output_dir=out", "allow_partial=true").count(SAID) == 2
-    assert SAID in printed(capsys, "table", "paths.output_dir=out", "allow_partial=true")
+def test_summaries_tables_comparisons_and_evaluations_say_so(inside: Path, command: Callable[..., str]) -> None:
+    assert command("aggregate", "paths.output_dir=out", "allow_partial=true").count(SAID) == 2
+    assert SAID in command("table", "paths.output_dir=out", "allow_partial=true")
     tables = inside / "out" / "tables"
     assert f"- {SAID}" in (tables / "cub200-mlrc.md").read_text()
     (caption,) = [line for line in (tables / "cub200-mlrc.tex").read_text().splitlines() if "caption" in line]
@@ -94,20 +85,20 @@ def test_summaries_tables_comparisons_and_evaluations_say_so(inside: Path, capsy
     assert [SAID in row["notes"] for row in rows] == [True, True]
     assert [SAID in row["notes"] for row in csv.DictReader((tables / "runs.csv").open())] == [True] * 3
     arguments = ("table", "paths.output_dir=out", "compare=[*gap*,*gmp*]", "allow_partial=true")
-    assert SAID in printed(capsys, *arguments)
+    assert SAID in command(*arguments)
     first = find_runs(inside / "out", "*gap*")[0].path
-    assert SAID in printed(capsys, "evaluate", f"run={first}", "output=scores.json")
+    assert SAID in command("evaluate", f"run={first}", "output=scores.json")
     assert json.loads((inside / "scores.json").read_text())["notes"][0] == SAID
 
 
 def test_the_picture_says_so_and_shows_failures_of_named_classes(
-    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    inside: Path, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Figure] = []
     keep = picture.save_figure
     monkeypatch.setattr(picture, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
     options = ("paths.output_dir=out", "allow_partial=true", "queries=4", "evaluation.metrics=[p_at_1]")
-    printed(capsys, "report", "--picture", *options)
+    command("report", "--picture", *options)
     (figure,) = figures
     label = figure.get_supxlabel().replace("\n", " ")
     assert SAID in label
@@ -130,10 +121,10 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     assert (inside / "out" / "tables" / "cub200-mlrc.png").stat().st_size > 10_000
 
 
-def test_explanations_say_so(inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explanations_say_so(inside: Path, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     keep = explain.save_figure
     monkeypatch.setattr(explain, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
     first = find_runs(inside / "out", "*gap*")[0].path
-    printed(capsys, "explain", f"run={first}", "num_images=2", "device=cpu")
+    command("explain", f"run={first}", "num_images=2", "device=cpu")
     assert figures[0].get_supxlabel().replace("\n", " ") == f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}"

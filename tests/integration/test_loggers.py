@@ -74,8 +74,8 @@ def test_tensorboard_has_the_history_and_pictures_of_an_interrupted_run(
     draw = Setup.nearest_picture
     monkeypatch.setattr(Setup, "nearest_picture", spied)
     embedded = []
-    embed = Setup._embed_rows
-    monkeypatch.setattr(Setup, "_embed_rows", lambda *given: (embedded.append(given[1]), embed(*given))[1])
+    embed = Setup.embed
+    monkeypatch.setattr(Setup, "embed", lambda *given: (embedded.append(given[1]), embed(*given))[1])
     killed_after(5, monkeypatch, config(tmp_path, "logger=tensorboard"))  # one after its last checkpoint
     time.sleep(1.1)  # files of TensorBoard are named by the second
     assert len(embedded) == 1

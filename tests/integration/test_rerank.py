@@ -9,9 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench import runner as run_module
-from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.apps.embeddings import evaluate_from
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.tables import build_tables, find_configs
-from dmlbench.apps.trained import distance_of_run
 from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
@@ -128,14 +128,8 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered"),
-            "unit vectors again, which AvslDistance",
-        ),
-        (
-            ("head=concatenated_levels", "backbone=resnet20_levels"),
-            "which dmlbench.models.*ConcatenatedLevels does not",
-        ),
+        (("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered"), "again, which AvslDistance"),
+        (("head=concatenated_levels", "backbone=resnet20_levels"), "which .*ConcatenatedLevels does not"),
         (("pooling=native",), "compares cells of a map, and Native uses none"),
         (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
         (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),

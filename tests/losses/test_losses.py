@@ -314,12 +314,6 @@ def test_equals_a_naive_loop(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in _cases() if name != "contrastive_c1"])  # which jumps
-def test_gradient_is_that_of_the_value(name: str) -> None:
-    loss, _ = _cases()[name]
-    assert torch.autograd.gradcheck(lambda x: loss(x, LABELS), (batch_of().requires_grad_(),), fast_mode=True)
-
-
 def test_contrastive_c1_variants_have_the_same_gradient() -> None:
     x = batch_of().requires_grad_()
     for subtract in (False, True):
@@ -433,16 +427,11 @@ def test_labels_outside_of_the_classes(overrides: list[str], shift: int) -> None
 
 
 @pytest.mark.parametrize("overrides", ALL, ids=" ".join)
-def test_zero_embeddings_have_a_finite_value_and_gradient(overrides: list[str]) -> None:
-    """A row of zeros has no direction: it counts as orthogonal to all, and its gradient is large but finite."""
-    for x in (torch.zeros(11, SIZE), batch_of(dtype=torch.float32).index_fill(0, torch.tensor([3]), 0.0)):
-        value, gradient = take(configured(overrides), x, LABELS)
-        assert math.isfinite(value) and torch.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("overrides", ALL, ids=" ".join)
 def test_finite_embeddings_give_finite_values_and_gradients(overrides: list[str]) -> None:
-    """Random batches of norms 1e-6 to 1e6, of equal, opposite and collapsed rows, and rows upon a class's vector."""
+    """Random batches of norms 1e-6 to 1e6, of equal, opposite and collapsed rows, rows upon a class's vector, zeros.
+
+    A row of zeros has no direction: it counts as orthogonal to all, and its gradient is large but finite.
+    """
     objective = configured(overrides)
     vectors = torch.eye(CLASSES, SIZE)
     for name, parameter in objective.loss.named_parameters():
@@ -464,8 +453,9 @@ def test_finite_embeddings_give_finite_values_and_gradients(overrides: list[str]
         elif kind == 4:
             x = normalize(vectors)[y] + 1e-4 * x
         x = x * 10 ** (torch.rand(12, 1, generator=generator) * 12 - 6)
-        value, gradient = take(copy.deepcopy(objective), x, y)
-        assert math.isfinite(value) and torch.isfinite(gradient).all(), (seed, value)
+        for rows in (x, x.index_fill(0, torch.tensor([3]), 0.0), x * 0):
+            value, gradient = take(copy.deepcopy(objective), rows, y)
+            assert math.isfinite(value) and torch.isfinite(gradient).all(), (seed, value)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -1,6 +1,5 @@
 """Metrix: equal to the public code of the contrastive loss and to loops over the paper's equations, and resumable."""
 
-import copy
 import itertools
 import json
 
@@ -159,25 +158,6 @@ def test_equals_the_papers_code_of_the_contrastive_loss(golden_dir) -> None:
             np.testing.assert_allclose(gradient.numpy(), recorded[f"{key}_grad"], rtol=1e-8, atol=1e-12)
 
 
-def test_without_a_share_of_the_other_a_mean_over_pairs_is_that_of_the_plain_loss() -> None:
-    x, y = batch("balanced")
-    metrix = Metrix(losses.ContrastiveLoss(0.1, 0.8))
-    positives, negatives = losses.ContrastiveLoss(0.1, 0), losses.ContrastiveLoss(3, 0.8)  # of which the rest is 0
-    torch.testing.assert_close(metrix.mixed_part(x, y, "positive_negative", 1.0), positives(x, y))
-    for pairs in PAIRS:
-        torch.testing.assert_close(metrix.mixed_part(x, y, pairs, 0.0), negatives(x, y))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradcheck_holds(name: str) -> None:
-    x, y = batch()
-    metrix = Metrix(wrapped(name))
-    for pairs in PAIRS:
-        assert torch.autograd.gradcheck(
-            lambda x, pairs=pairs: metrix.mixed_part(x, y, pairs, 0.6), (x.requires_grad_(),)
-        )
-
-
 def test_float32_stays_finite_where_exponents_overflow_and_vectors_are_opposite() -> None:
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 1e-3], [-1.0, 0.0]], requires_grad=True)
     y = torch.tensor([0, 0, 1, 1])
@@ -185,25 +165,6 @@ def test_float32_stays_finite_where_exponents_overflow_and_vectors_are_opposite(
         for pairs, share in itertools.product(PAIRS, (0.0, 0.5, 1.0)):
             value = Metrix(loss).mixed_part(x, y, pairs, share)
             assert all(torch.isfinite(g).all() for g in (value, *torch.autograd.grad(value, x)))
-
-
-def steps(metrix: Metrix, start: int, stop: int) -> list[float]:
-    x, y = batch("balanced")
-    return [metrix(x * (1 + 0.1 * i) + 0.05 * i, y).item() for i in range(start, stop)]
-
-
-@pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "proxy_anchor"])
-def test_resumes_exactly(name: str) -> None:
-    expected = steps(whole := Metrix(wrapped(name)), 0, 6)
-    assert len(set(expected)) == 6
-    for stop in range(1, 6):
-        first = Metrix(wrapped(name))
-        first.load_state_dict({**first.state_dict(), "seed": whole.seed})
-        assert steps(first, 0, stop) == expected[:stop]
-        torch.manual_seed(99)
-        again = Metrix(wrapped(name))
-        again.load_state_dict(copy.deepcopy(first.state_dict()))
-        assert steps(again, stop, 6) == expected[stop:]
 
 
 def test_draws_are_of_the_beta_distribution_and_of_both_kinds_of_pairs(monkeypatch) -> None:

@@ -70,17 +70,6 @@ def test_first_proxies_are_those_of_pml() -> None:
     assert torch.equal(next_draw, torch.rand(()))
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_gradients_are_those_of_the_value(batch: str) -> None:
-    y, loss = torch.tensor(BATCHES[batch]), loss_of(alpha=5.0)
-
-    def value(x: Tensor, proxies: Tensor) -> Tensor:
-        return torch.func.functional_call(loss, {"proxies": proxies}, (x, y))
-
-    inputs = (draw(len(y)).requires_grad_(), loss.proxies.detach().clone().requires_grad_())
-    assert torch.autograd.gradcheck(value, inputs)
-
-
 def test_gradients_scale_with_the_weight_of_the_loss_and_can_be_taken_again() -> None:
     y = torch.tensor(BATCHES["one of each"])
     x, loss = draw(len(y)).requires_grad_(), loss_of()

@@ -52,18 +52,10 @@ def test_objective_and_gradients_equal_public_code(golden_dir: Path, case: str) 
     for iteration in (0, 1):
         maps, rows = recorded["maps"].double().requires_grad_(), recorded["embeddings"].clone().requires_grad_()
         value = objective(ModelOutput(rows, features_of(maps)), LABELS, step=iteration + 1)["loss"]
-        gradients = dict(
-            zip(
-                ("embeddings", "maps", *public),
-                torch.autograd.grad(value, [rows, maps, *public.values()]),
-                strict=True,
-            )
-        )
-        wanted = {
-            k.removeprefix(f"{case}_{iteration}_grad_"): v
-            for k, v in recorded.items()
-            if k.startswith(f"{case}_{iteration}_grad")
-        }
+        found = torch.autograd.grad(value, [rows, maps, *public.values()])
+        gradients = dict(zip(("embeddings", "maps", *public), found, strict=True))
+        prefix = f"{case}_{iteration}_grad_"
+        wanted = {k.removeprefix(prefix): v for k, v in recorded.items() if k.startswith(prefix)}
         assert wanted.keys() >= ({"embeddings"} if iteration == 0 else gradients.keys())
         torch.testing.assert_close(value, recorded[f"{case}_{iteration}_loss"], rtol=1e-6, atol=1e-8)
         for name, gradient in wanted.items():
@@ -118,11 +110,8 @@ def test_every_head_has_a_loss_of_its_own_size_and_own_parameters() -> None:
     cfg.runtime.num_classes = 4
     objective = build.build_objective(cfg, build.build_model(cfg))
     heads = objective.regularizers["s2sd"].objectives
-    assert [one.loss.proxies.shape for one in (objective, *heads)] == [
-        (4, cfg.runtime.embedding_size),
-        (4, 24),
-        (4, 40),
-    ]
+    sizes = [one.loss.proxies.shape for one in (objective, *heads)]
+    assert sizes == [(4, cfg.runtime.embedding_size), (4, 24), (4, 40)]
     assert all(isinstance(one.loss, ProxyAnchor) for one in heads)
     assert len({id(p) for p in objective.parameters()}) == len(list(objective.parameters())) == 1 + 2 * (4 + 1)
 

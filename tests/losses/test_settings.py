@@ -1,4 +1,4 @@
-"""Settings and batches that losses, miners, regularizers and the objective reject."""
+"""What losses, miners and regularizers reject; the objective: its precision, and regularizers beside the loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,13 @@ from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import DistanceWeighted, RandomPositiveHardestNegative, SwitchedNegatives
 from dmlbench.losses.multi_similarity_oodml import MultiSimilarityOodml
-from dmlbench.losses.objective import Objective
+from dmlbench.losses.objective import Mixing, Objective
 from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.recall_at_k import RecallAtKSurrogate
 from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
+from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.s2sd import SimilaritySelfDistillation
 from dmlbench.losses.soft_triple import SoftTriple
 from dmlbench.losses.uniform_prior import UniformPrior
@@ -131,3 +132,36 @@ def test_prototypes_of_another_size_are_named() -> None:
     regularizer = RecursiveRegularizer(0.1, 5, 4)
     with pytest.raises(ConfigError, match=r"got \(5, 4\), expected the pooling's \(6, 4\)"):
         regularizer(ModelOutput(y, {"histogram": z, "pooled": y}), torch.arange(4), lambda *_: torch.zeros(()))
+
+
+def test_objective_leaves_autocast() -> None:
+    embeddings, labels = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.arange(8) // 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = Objective(PAIRS)(ModelOutput(embeddings), labels, step=1)["loss"]
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, Objective(PAIRS)(ModelOutput(embeddings.float()), labels, step=1)["loss"])
+
+
+class Mean(Regularizer):
+    requires = ("histogram",)
+
+    def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
+        return output.side["histogram"].mean() + dml_loss(2 * output.embedding, labels)
+
+
+class Sum(nn.Module):
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: None = None) -> Tensor:
+        return embeddings.sum()
+
+
+@pytest.mark.parametrize(("mixing", "share"), [("convex", 0.75), ("add", 1.0)])
+def test_regularizers_take_part_as_soon_as_their_side_outputs_are_there(
+    mixing: Mixing, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    objective = Objective(Sum(), None, {"mean": Mean(0.25)}, mixing=mixing)
+    embeddings, labels = torch.ones(2, 3), torch.tensor([0, 1])
+    assert objective(ModelOutput(embeddings), labels, step=1) == {"loss": 6, "dml": 6}
+    with caplog.at_level("INFO"):
+        parts = objective(ModelOutput(embeddings, {"histogram": torch.full((2, 4), 8.0)}), labels, step=2)
+    assert parts == {"loss": share * 6 + 0.25 * (8 + 12), "dml": 6, "mean": 20}
+    assert "step 2: the regularizer 'mean' takes part from here on" in caplog.text

@@ -93,19 +93,6 @@ def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
     assert single.edges.dtype == torch.float32  # the model's own is left as it is
 
 
-def test_float64_tiles_of_a_float32_distance_are_exact():
-    single = trained().float()
-    x = rows_of(single, 8).float()
-    exact = single.tiles(dtype=torch.float64)(x, x)
-    assert_allclose(exact, all_pairs(trained().float().double(), x.double(), x.double()), rtol=1e-12, atol=1e-14)
-
-
-def test_a_tile_is_the_transposed_one_up_to_rounding():
-    tiles = trained(level_size=64).float().tiles()
-    x = rows_of(trained(level_size=64), 40).float()
-    assert_allclose(tiles(x[:15], x[15:]), tiles(x[15:], x[:15]).T, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("inference", ["rectified", "reliable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_images_are_0_apart_and_equally_far_from_others(inference, dtype):

@@ -324,7 +324,7 @@ def vit(height: int, width: int) -> tuple[Tensor, ...]:
         (lambda: ResNet20(out_levels=(1, 1)), "out_levels"),
         (lambda: ResNet20(batch_norm="half"), "'half'.*all, none, stats"),
         (lambda: ResNet20(weights_file="nothing.pth"), r"nothing\.pth.*weights_file"),
-        (lambda: EfficientNetLite(3, pretrained=False), "no variant 3; choose one of 0, 1, 2"),
+        (lambda: EfficientNetLite(3, pretrained=False), r"no variant 3; choose one of \[0, 1, 2\]"),
         (lambda: TimmBackbone("resnet5O", pretrained=False), "'resnet5O'.*did you mean.*resnet50"),
         (lambda: TimmBackbone("resnet50.tv_in2k", pretrained=False), r"resnet50\.tv_in1k"),
         (lambda: TimmBackbone("resnet18", pretrained=False, out_indices=(5,)), "out_levels"),

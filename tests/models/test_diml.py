@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search.nearest import nearest
-from dmlbench.evaluation.search.rerank import rerank_nearest
+from dmlbench.evaluation.search.rerank import nearest, rerank_nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.diml import DimlDistance, cells_of
 from dmlbench.models.projection import Projection

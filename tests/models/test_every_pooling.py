@@ -14,12 +14,11 @@ from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.gemax import Gemax
 from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.k_max import KMax
 from dmlbench.models.pooling.native import Native
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp
-from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
 from dmlbench.models.pooling.second_order import Gsop, Solar
 from dmlbench.models.pooling.simpool import SimPool
@@ -229,7 +228,7 @@ X = torch.rand(1, 3, 2, 2)
         (lambda: NetVlad(num_centers=0), "num_centers: got 0"),
         (lambda: Otp(smoothing=0.0), "smoothing: got 0.0"),
         (lambda: AttentionPool(10, num_heads=4), r"num_heads: got 4.*\(10\)"),
-        (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), "num_queries: got 4.* 6,"),
+        (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), "num_queries: got 4.* 6."),
         (lambda: SimPool(8, power=0.0), "power: got 0.0"),
         (lambda: Transformer(8, num_layers=0), "num_layers: got 0"),
         (lambda: Transformer(6, position="sine"), "sine positions: got 6"),

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.global_pooling import Gap
-from dmlbench.models.pooling.gsp import Gsp
-from dmlbench.models.pooling.prototypes import greedy_k_center
+from dmlbench.models.pooling.gsp import Gsp, greedy_k_center
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 
@@ -46,21 +45,14 @@ def test_k_center_equals_the_recorded_start_over_classifier_rows(golden_dir: Pat
     torch.testing.assert_close(torch.cat([rows[:1], picked]), expected)
 
 
-def test_gsp_pools_as_gap_without_histogram_until_it_has_started() -> None:
-    torch.manual_seed(0)
-    gsp, project = Gsp(6, 4, memory_rows=16), Projection(5, 6)
-    pooled = gsp(batch(0), project)
-    assert not gsp.started
-    assert torch.allclose(pooled.embedding, Gap()(batch(0), project).embedding, atol=1e-6)
-    assert "histogram" not in pooled.side
-    assert torch.allclose(pooled.side["weights"], torch.full((8, 3, 4), 1 / 12))
-
-
 def test_prototypes_start_in_place_from_the_memory_with_the_batch_that_fills_it() -> None:
     torch.manual_seed(0)
     gsp, project = Gsp(6, 4, memory_rows=16), Projection(5, 6)
     parameter = gsp.prototypes
     outputs = [gsp(batch(step), project) for step in (1, 2)]
+    assert torch.allclose(outputs[0].embedding, Gap()(batch(1), project).embedding, atol=1e-6)
+    assert "histogram" not in outputs[0].side
+    assert torch.allclose(outputs[0].side["weights"], torch.full((8, 3, 4), 1 / 12))
     gsp.observe(outputs[0], step=1)
     assert not gsp.started
     gsp.observe(outputs[1], step=2)
@@ -74,37 +66,25 @@ def test_prototypes_start_in_place_from_the_memory_with_the_batch_that_fills_it(
     assert torch.allclose(pooled.side["weights"].sum(dim=(1, 2)), torch.ones(8), atol=1e-5)
     pooled.embedding.square().sum().backward()
     assert gsp.prototypes.grad is not None and gsp.prototypes.grad.abs().sum() > 0
-
-
-def test_prototypes_that_started_do_not_start_again() -> None:
-    gsp, project = started_gsp()
     before = {name: value.clone() for name, value in gsp.state_dict().items()}
-    gsp.observe(gsp(batch(9), project), step=3)
+    gsp.observe(gsp(batch(9), project), step=3)  # they do not start again
     assert all(torch.equal(value, before[name]) for name, value in gsp.state_dict().items())
 
 
-def test_last_batch_takes_the_last_rows_of_the_memory() -> None:
-    gsp = Gsp(2, 2, memory_rows=5)
-    first, second = torch.full((3, 2), 0.1), torch.full((3, 2), 0.2)
-    gsp.observe(Pooled(first), step=1)
-    gsp.observe(Pooled(second), step=2)
-    assert torch.equal(gsp.memory, torch.cat([first[:2], second]))
-    assert gsp.started
-
-
-def test_batch_larger_than_the_memory_fills_it_with_its_last_rows() -> None:
-    gsp = Gsp(2, 2, memory_rows=4)
-    rows = torch.arange(12.0).view(6, 2) / 100
-    gsp.observe(Pooled(rows), step=1)
-    assert torch.equal(gsp.memory, rows[2:]) and gsp.started
-
-
-def test_memory_fills_only_after_the_start_step() -> None:
-    gsp = Gsp(2, 2, memory_rows=4, start_step=3)
-    for step in (1, 2, 3):
-        gsp.observe(Pooled(torch.rand(4, 2)), step=step)
+@pytest.mark.parametrize(("memory_rows", "size", "start_step"), [(5, 3, 0), (4, 6, 0), (4, 4, 3)])
+def test_the_memory_holds_the_last_rows_after_the_start_step(memory_rows: int, size: int, start_step: int) -> None:
+    gsp = Gsp(2, 2, memory_rows=memory_rows, start_step=start_step)
+    for step in range(1, start_step + 1):
+        gsp.observe(Pooled(torch.rand(size, 2)), step=step)
         assert not gsp.started and int(gsp.filled) == 0
-    gsp.observe(Pooled(torch.rand(4, 2)), step=4)
+    first, second = torch.arange(4.0 * size).view(2, size, 2) / 100
+    gsp.observe(Pooled(first), step=start_step + 1)
+    if size < memory_rows:  # the batch that fills the memory overwrites the end of the one before
+        assert not gsp.started
+        gsp.observe(Pooled(second), step=start_step + 2)
+        assert torch.equal(gsp.memory, torch.cat([first[: memory_rows - size], second]))
+    else:
+        assert torch.equal(gsp.memory, first[-memory_rows:])
     assert gsp.started
 
 

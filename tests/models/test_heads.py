@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.apps.embeddings import evaluate_from
 from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.models.concatenated_levels import ConcatenatedLevels

@@ -15,10 +15,9 @@ from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.gemax import Gemax
 from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp
-from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
 from dmlbench.models.pooling.second_order import Gsop, Solar
 from dmlbench.models.pooling.weldon import Weldon
@@ -66,15 +65,9 @@ RECORDED: dict[str, tuple[Callable[[], Pooling], list[str]]] = {
     "solar_infer": (lambda: Solar(8).eval(), SOLAR),
     "gsp_tf_train": (lambda: Gsp(6, 5, memory_rows=10), ["", "prototypes"]),
     "gsp_tf_maxaug": (lambda: Gsp(6, 5, memory_rows=10, combine="gmp"), ["", "prototypes"]),
-    "gsp_tf_gemean": (
-        lambda: Gsp(6, 5, memory_rows=10, smoothing=0.5, combine="gem"),
-        ["power", "", "prototypes"],
-    ),
+    "gsp_tf_gemean": (lambda: Gsp(6, 5, memory_rows=10, smoothing=0.5, combine="gem"), ["power", "", "prototypes"]),
     "metagap_histogram": (lambda: GapHistogram(6, 5), ["", "prototypes"]),
-    "vlad": (
-        lambda: NetVlad(num_centers=3, feature_size=2),
-        ["centers", "", "assignment_weight", "assignment_bias"],
-    ),
+    "vlad": (lambda: NetVlad(num_centers=3, feature_size=2), ["centers", "", "assignment_weight", "assignment_bias"]),
     "otp": (lambda: Otp(num_prototypes=3, feature_size=2, memory_rows=6), ["", "prototypes"]),
 }
 

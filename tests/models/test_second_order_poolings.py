@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dmlbench.models.pooling.base import Variant
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.second_order import Gsop, Solar
-from dmlbench.models.pooling.spatial import Variant
 from dmlbench.models.projection import Projection
 
 

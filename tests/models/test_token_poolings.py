@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.attention_pool import AttentionPool, mean_weights
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.simpool import SimPool
-from dmlbench.models.pooling.transformer import EncoderLayer, Transformer, sine_positions
+from dmlbench.models.pooling.transformer import EncoderLayer, Transformer
 from dmlbench.models.projection import Projection
 
 CHANNELS, SIZE = 8, 6
@@ -203,14 +203,9 @@ def test_simpool_without_a_power_equals_the_layer_of_timm() -> None:
     pooling = shaken(SimPool(CHANNELS, power=None))
     assert isinstance(pooling, SimPool)
     theirs = SimPool2d(CHANNELS, norm_layer=partial(nn.LayerNorm, eps=1e-6)).double()
-    theirs.load_state_dict(
-        {
-            "norm.weight": pooling.norm.weight,
-            "norm.bias": pooling.norm.bias,
-            "q.weight": pooling.query.weight,
-            "k.weight": pooling.key.weight,
-        }
-    )
+    state = pooling.state_dict()
+    names = {"q.weight": "query.weight", "k.weight": "key.weight"}
+    theirs.load_state_dict({name: state[names.get(name, name)] for name in theirs.state_dict()})
     x, project = random_map(3, CHANNELS, 2, 4), projection_for(pooling)
     torch.testing.assert_close(pooling(x, project).embedding, project(theirs(x)))
 
@@ -228,23 +223,13 @@ def test_transformer_equals_the_encoder_of_pytorch(num_layers: int) -> None:
         layer = nn.TransformerEncoderLayer(
             SIZE, 3, 4 * SIZE, 0.0, "gelu", 1e-6, batch_first=True, norm_first=True, dtype=torch.float64
         )
-        parts = (own.query, own.key, own.value)
-        layer.load_state_dict(
-            {
-                "self_attn.in_proj_weight": torch.cat([part.weight for part in parts]),
-                "self_attn.in_proj_bias": torch.cat([part.bias for part in parts]),
-                "self_attn.out_proj.weight": own.out.weight,
-                "self_attn.out_proj.bias": own.out.bias,
-                "linear1.weight": own.expand.weight,
-                "linear1.bias": own.expand.bias,
-                "linear2.weight": own.contract.weight,
-                "linear2.bias": own.contract.bias,
-                "norm1.weight": own.norm_attention.weight,
-                "norm1.bias": own.norm_attention.bias,
-                "norm2.weight": own.norm_mlp.weight,
-                "norm2.bias": own.norm_mlp.bias,
-            }
-        )
+        named = {"self_attn.out_proj": own.out, "linear1": own.expand, "linear2": own.contract}
+        named |= {"norm1": own.norm_attention, "norm2": own.norm_mlp}
+        for kind in ("weight", "bias"):
+            joined = torch.cat([getattr(part, kind) for part in (own.query, own.key, own.value)])
+            layer.get_parameter(f"self_attn.in_proj_{kind}").data.copy_(joined)
+            for name, part in named.items():
+                layer.get_parameter(f"{name}.{kind}").data.copy_(getattr(part, kind))
         tokens = layer(tokens)
     torch.testing.assert_close(pooling(x, project).embedding, pooling.norm(tokens[:, 0]), atol=1e-9, rtol=1e-9)
 
@@ -263,13 +248,6 @@ def test_transformer_is_blind_to_the_order_of_pixels_unless_it_has_positions() -
         assert same is blind
 
 
-def test_sine_positions_equal_a_naive_loop() -> None:
-    positions = sine_positions(3, 5, 8).view(3, 5, 8)
-    for row in range(3):
-        for column in range(5):
-            torch.testing.assert_close(positions[row, column], naive_sine(row, column, 8))
-
-
 def test_only_the_official_simpool_depends_on_the_other_images_of_a_batch() -> None:
     x, other = random_map(1, CHANNELS, 3, 4), torch.zeros(1, CHANNELS, 3, 4, dtype=torch.float64)
     other[:, 0] = -1.0  # one channel against all others is the least that a layer norm can return
@@ -284,6 +262,3 @@ def test_weights_stay_finite_when_all_attention_goes_to_the_class_token() -> Non
     logits = torch.tensor([0.0, -1000.0, -1001.0]).view(1, 1, 1, 3)
     weights = mean_weights(logits, height=1, width=2)
     torch.testing.assert_close(weights[0, 0], torch.tensor([0.0, -1.0]).softmax(dim=0))
-
-
-# --- the contract of all poolings

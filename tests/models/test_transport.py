@@ -62,17 +62,11 @@ def run_layer(golden: Golden, case: str, **solver: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", LAYER_CASES)
-def test_exact_solver_equals_converged_iterations(layer: Golden, case: str) -> None:
+def test_exact_solver_equals_converged_iterations_and_the_official_layer(layer: Golden, case: str) -> None:
     result = run_layer(layer, case)
     assert_close(result["cost"], layer.tensor(f"{case}_off_cost"), 1e-12)
     for name in ("rho", "pooled", "z", "grad_features", "grad_prototypes", "grad_cost"):
         assert_close(result[name], layer.tensor(f"{case}_conv_{name}"), 1e-8)
-
-
-@pytest.mark.parametrize("case", LAYER_CASES)
-def test_exact_solver_equals_official_layer(layer: Golden, case: str) -> None:
-    result = run_layer(layer, case)
-    for name in ("rho", "pooled", "z", "grad_features", "grad_prototypes", "grad_cost"):
         assert_close(result[name], layer.tensor(f"{case}_off_{name}"), 1e-6)
 
 
@@ -201,43 +195,6 @@ def test_clip_norm_leaves_the_unit_ball_alone() -> None:
     assert rows.grad is not None and bool(rows.grad.isfinite().all())
 
 
-@pytest.mark.parametrize(("ratio", "smoothing"), [(0.1, 5.0), (0.3, 5.0), (0.7, 0.5), (0.5, 20.0)])
-def test_exact_solver_equals_ten_thousand_iterations(ratio: float, smoothing: float) -> None:
-    cost = 2 * torch.rand(2, 4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    exact = transport_weights(cost, transport_ratio=ratio, smoothing=smoothing)
-    log_sums = (-smoothing * cost).logsumexp(dim=1)
-    sums, scale = (log_sums - log_sums.mean()).exp(), torch.ones(2, 1, dtype=torch.float64)
-    for _ in range(10_000):
-        rest = 1 / (1 + scale * sums)
-        scale = ratio * 7 / (sums * rest).sum(dim=1, keepdim=True)
-    weights = (1 - 1 / (1 + scale * sums)) / (7 * ratio)
-    assert (exact.weights - weights).abs().max() < 1e-12
-    histogram = (torch.softmax(-smoothing * cost, dim=1) * weights[:, None]).sum(dim=2)
-    assert (exact.histogram - histogram).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 10.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_share_is_met_for_masses_of_every_spread(spread: float, dtype: torch.dtype) -> None:
-    """One prototype makes l_j = -epsilon c_j whatever it may be: groups, ties, outliers, many scales."""
-    generator = torch.Generator().manual_seed(11)
-    for pixels, ratio in itertools.product(
-        (1, 2, 5, 49, 196), (0.01, 0.1, 0.25, 0.3, 0.5, 0.95, 0.999, 1 - 1e-12, 1 - 2**-53)
-    ):
-        groups = torch.randint(0, 4, (8, pixels), generator=generator) + 1e-3 * torch.rand(8, pixels)
-        scales = torch.empty(8, pixels).exponential_(generator=generator)
-        single = torch.zeros(8, pixels)
-        single[:, 0] = 1
-        for cost in (groups, scales, single, 1 - single):
-            cost = (spread * cost).to(dtype)[:, None, :]
-            plan = transport_weights(cost, transport_ratio=ratio, smoothing=1.0)
-            tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-            assert torch.allclose(plan.weights.sum(dim=1), torch.ones(8, dtype=dtype), atol=tolerance / ratio)
-            # Nearer pixels never weigh less, beyond rounding.
-            ordered = plan.weights.gather(1, cost[:, 0].argsort(dim=1))
-            assert bool((ordered.diff(dim=1) <= tolerance / (ratio * pixels)).all())
-
-
 def bisected(log_mass: torch.Tensor, ratio: float) -> torch.Tensor:
     """The root by 80 halvings, row by row: of some hundreds, 1e-21 is left."""
     low = math.log(ratio / (1 - ratio)) - log_mass.amax(dim=1, keepdim=True)
@@ -262,7 +219,7 @@ def test_the_offset_is_the_root_for_even_clustered_and_equal_masses(pixels: int,
         "skewed": spread * uniform.log().clamp(min=-20) / 5,
         "equal": torch.full_like(uniform, -spread),
     }
-    for ratio in (0.01, 0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 0.99):
+    for ratio in (0.01, 0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 0.99, 1 - 1e-12, 1 - 2**-53):
         for dtype in (torch.float64, torch.float32):
             given = {name: log_mass.to(dtype) for name, log_mass in masses.items()}
             every_row = torch.cat(list(given.values())).double()

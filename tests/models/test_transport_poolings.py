@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.global_pooling import Gap, Gmp
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp, balanced_plan
-from dmlbench.models.pooling.prototypes import PrototypePooling
 from dmlbench.models.pooling.sliced_wasserstein import SlicedWasserstein
 from dmlbench.models.projection import Projection
 
@@ -49,12 +48,6 @@ def make(name: str) -> tuple[Pooling, Projection]:
 
 def outputs(pooled: Pooled) -> Tensor:
     return torch.cat([pooled.embedding] + [pooled.side[k] for k in ("histogram",) if k in pooled.side], dim=1)
-
-
-# Values recorded from public code -----------------------------------------------------------------------------------
-
-
-# Naive loops --------------------------------------------------------------------------------------------------------
 
 
 def clip(v: Tensor) -> Tensor:
@@ -173,12 +166,6 @@ def test_values_and_gradients_equal_a_naive_loop(name: str, height: int, width: 
             assert (one - other).abs().max() < 1e-8, label
 
 
-# Form, precision and bad input --------------------------------------------------------------------------------------
-
-
-# What the poolings are ----------------------------------------------------------------------------------------------
-
-
 def test_gmp_gsp_is_the_sum_of_both_before_and_after_its_start() -> None:
     both, project = Gsp(6, 5, memory_rows=10, combine="gmp"), Projection(8, 6)
     x = torch.rand(10, 8, 3, 4, generator=torch.Generator().manual_seed(6))
@@ -202,16 +189,6 @@ def test_the_weighted_maximum_is_the_plain_one_until_its_start_from_averages() -
     alone = Gsp(6, 5, memory_rows=10)
     alone.observe(Pooled(Gap()(x, project).embedding), step=1)
     assert gsp.started and torch.allclose(gsp.prototypes, alone.prototypes, atol=1e-5)
-
-
-def test_gem_gsp_pools_as_gap_until_it_has_started_and_learns_its_power() -> None:
-    torch.manual_seed(0)
-    gsp, project = Gsp(6, 5, memory_rows=10, combine="gem"), Projection(8, 6)
-    x = torch.rand(4, 8, 3, 4, generator=torch.Generator().manual_seed(7))
-    assert torch.allclose(gsp(x, project).embedding, Gap()(x, project).embedding, atol=1e-6)
-    start(gsp)
-    gsp(x, project).embedding.sum().backward()
-    assert gsp.power.grad is not None and gsp.power.grad.abs() > 0
 
 
 def test_otp_gives_the_average_and_zeros_until_it_has_started_from_such_averages() -> None:

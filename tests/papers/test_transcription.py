@@ -133,20 +133,6 @@ def test_dashes_stand_where_the_file_has_no_score(papers_dir: Path, name: str) -
     assert [line.numbers for line in printed(papers_dir, name)] == expected
 
 
-def test_the_colors_of_gsp_table_2_mark_the_best_and_mostly_the_second_best(papers_dir: Path) -> None:
-    columns: dict[tuple[str, str, str], list[str]] = {}
-    for score in sorted(load_table("gsp/table2"), key=lambda score: score.mean or 0):
-        columns.setdefault((score.dataset, score.kind, score.metric), []).append(str(score.mean))
-    text = " ".join(raw_lines(papers_dir, "gsp/table2"))
-    red, blue = (
-        sorted(re.findall(rf"\[rgb\]\{{{color}\}}\\mathbf\{{([\d.]+)\}}", text))
-        for color in ("0.99609375,0,0", "0,0.82421875,0.796875")
-    )
-    assert red == sorted(column[-1] for column in columns.values())
-    third = [("cars196", "concatenated", "P@1"), ("cars196", "separated", "P@1")]  # marked though PAnchor+GAP is better
-    assert blue == sorted(column[-3 if place in third else -2] for place, column in columns.items())
-
-
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_the_numbers_of_a_figure_stand_in_the_text(papers_dir: Path, name: str) -> None:
     found = re.search(FIGURES[name], " ".join(text_of(papers_dir, name)))

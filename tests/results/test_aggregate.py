@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from written_runs import write_run
 
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
@@ -16,10 +17,8 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_config, is_current, read_aggregate
 from dmlbench.results.cautions import cautions
 from dmlbench.results.collections import collections
-from dmlbench.results.rules import COLLECTIONS, RULES, rule_named
-from dmlbench.results.run_scores import SCORES, scores_of_run
+from dmlbench.results.rules import COLLECTIONS, RULES, SCORES, rule_named, scores_of_run
 from dmlbench.results.store import (
-    CONFIG,
     EMBEDDINGS,
     RESULT,
     find_runs,
@@ -42,16 +41,8 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
         queries = EmbeddingSet(rows + torch.eye(8)[labels], labels, torch.arange(30))
         save_embeddings(path / EMBEDDINGS, queries, None, {})
         scores = evaluate(queries).scores
-        result = {
-            "config_id": "config-1", "dataset": "glyphs", "dataset_fingerprint": "f", "protocol": "mlrc",
-            "aggregation": aggregation, "num_folds": folds, "num_repeats": 3, "choices": {}, "base_seed": 0,
-            "val_is_test": False, "search": "exact", "n_query": 30, "n_gallery": 30, "n_skipped_queries": 0,
-            "metrics": {"val": scores, "test": scores}, "steps": 1, "wall_s": 1.0, "pooling_started": True,
-            "monitor": "map_at_r", "fold": fold, "repeat": repeat, "seed": derive_seed(0, fold, repeat),
-            **hashes_of(path),
-        }  # fmt: skip
-        (path / CONFIG).write_text("pooling: {p: 3}\n")
-        write_result(path, result | changes)
+        own = {"metrics": {"val": scores, "test": scores}, "monitor": "map_at_r", **hashes_of(path)}
+        write_run(path, "pooling: {p: 3}\n", aggregation=aggregation, num_folds=folds, **own | changes)
 
 
 ALL = list(itertools.product(range(4), range(3)))
@@ -152,13 +143,6 @@ def test_collapsed_and_copied_embeddings_are_told_under_the_table(tmp_path) -> N
     assert told in cautions(summary)
 
 
-def test_notes_on_the_data_of_runs_reach_the_summary(tmp_path) -> None:
-    _write_runs(tmp_path, ALL[:6])
-    notes = ["a subset", "images cut to their boxes"]
-    _write_runs(tmp_path, ALL[6:], data_notes=notes)
-    assert aggregate_config(find_runs(tmp_path), progress=False)["data_notes"] == notes
-
-
 def test_variants_and_deviations_of_a_recipe_reach_the_printed_table(tmp_path) -> None:
     recipe = {"name": "gsp", "deviations": ["Proxies are clipped."]}
     _write_runs(tmp_path, ALL, recipe=recipe, variants={"miner.variant": "the code's, which the paper does not print"})
@@ -218,7 +202,7 @@ def test_scores_requested_later_are_computed_once(tmp_path, monkeypatch) -> None
     def never(*_: object, **__: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("dmlbench.results.run_scores.evaluate", never)
+    monkeypatch.setattr("dmlbench.results.rules.evaluate", never)
     monkeypatch.setattr("dmlbench.results.collections.concatenated_scores", never)
     assert aggregate_config(runs, later, progress=False) == summary
     (runs[0].path.parent / AGGREGATE).unlink()

@@ -8,19 +8,20 @@ import pandas as pd
 import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, LpDistance, SNRDistance
+from scipy import stats
 
 from dmlbench.evaluation.collections import concatenated
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
 from dmlbench.evaluation.search import scan
-from dmlbench.evaluation.search.unit_rows import exact_similarities, hold_unit_rows, unit_rows
-from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
+from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.collections import collections, confidence_interval, summarize
+from dmlbench.results.collections import collections, confidence_interval, paired_difference, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 RECALL_AT = (1, 2, 4)
+Members = list[list[EmbeddingSet]]
 
 
 def runs(
@@ -55,15 +56,12 @@ def ranked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     elif request.param == "numba":
         pytest.importorskip("numba", reason="extra fast")
     else:
-        monkeypatch.setattr(concatenated, "numba_ranking", lambda: None)
+        monkeypatch.setattr(concatenated, "numba_rank", lambda: None)
     return str(request.param)
 
 
 def evaluate_sum(
-    members: list[list[EmbeddingSet]],
-    galleries: list[list[EmbeddingSet]] | None,
-    choice: tuple[int, ...],
-    spec: EvaluationSpec,
+    members: Members, galleries: Members | None, choice: tuple[int, ...], spec: EvaluationSpec
 ) -> dict[str, np.ndarray]:
     """Scores by a full sort of the sums, fold by fold, of the members' exact similarities."""
     query, gallery = members[0][0], (galleries or members)[0][0]
@@ -122,8 +120,8 @@ def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkey
     metrics = ("p_at_1", "recall_at_k", "r_precision", "map_at_r", "map")
     spec = EvaluationSpec((1, 5), metrics=metrics)
     found = []
-    for ranking, on_host in ((concatenated.numba_ranking, True), (lambda: None, True), (lambda: None, False)):
-        monkeypatch.setattr(concatenated, "numba_ranking", ranking)
+    for ranking, on_host in ((concatenated.numba_rank, True), (lambda: None, True), (lambda: None, False)):
+        monkeypatch.setattr(concatenated, "numba_rank", ranking)
         monkeypatch.setattr(scan, "tiles_on_host", lambda device, on_host=on_host: on_host)
         for members, galleries in (
             (runs(size=90, offset=offset), None),
@@ -251,12 +249,8 @@ def test_folds_may_have_different_numbers_of_repeats() -> None:
 def test_members_of_different_test_sets_are_rejected() -> None:
     members = runs(folds=2, repeats=2, size=30)
     other = members[1][0]
-    ids = other.ids.clone()
-    ids[7] = 99
-    swapped, shorter = (
-        EmbeddingSet(other.rows, other.labels, ids),
-        EmbeddingSet(other.rows[:5], other.labels[:5], other.ids[:5]),
-    )
+    swapped = EmbeddingSet(other.rows, other.labels, other.ids.flip(0))
+    shorter = EmbeddingSet(other.rows[:5], other.labels[:5], other.ids[:5])
     for wrong in (swapped, shorter):
         with pytest.raises(RunError, match="query ids of fold 1, repeat 0 differ from those of fold 0"):
             collections([members[0], [wrong]])
@@ -287,3 +281,50 @@ def test_scores_of_whole_sets_are_averaged_over_the_members_of_a_collection() ->
     frame = collections(members, scores=own, recall_at=RECALL_AT)
     assert frame["separated_nmi"].tolist() == pytest.approx([0.05, 0.055, 0.055, 0.06])
     assert "concatenated_nmi" not in frame
+
+
+def test_of_one_fold_is_the_paired_t_interval() -> None:
+    rng = np.random.default_rng(0)
+    a = rng.normal(0.6, 0.1, 5)
+    b = a + rng.normal(0.02, 0.01, 5)
+    found = paired_difference({(0, r): a[r] for r in range(5)}, {(0, r): b[r] for r in range(5)})
+    expected = stats.ttest_rel(b, a).confidence_interval(0.95)
+    assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found.difference == pytest.approx(b.mean() - a.mean(), abs=1e-15)
+    assert found.n_pairs == 5
+
+
+def test_what_fold_and_seed_do_to_both_configs_does_not_widen_the_interval() -> None:
+    rng = np.random.default_rng(1)
+    shared = {(f, r): 0.5 + 0.1 * f + rng.normal(0, 0.05) for f in range(4) for r in range(3)}
+    own = {key: rng.normal(0.03, 0.002) for key in shared}
+    found = paired_difference(shared, {key: shared[key] + own[key] for key in shared})
+    deviations = [np.var([own[f, r] for r in range(3)], ddof=1) for f in range(4)]
+    half = stats.t.ppf(0.975, 8) * np.sqrt(sum(deviations)) / (4 * np.sqrt(3))
+    mean = np.mean(list(own.values()))
+    assert found.interval == pytest.approx((mean - half, mean + half), abs=1e-12)
+    assert found.second - found.first == pytest.approx(mean, abs=1e-12)
+
+
+def test_folds_weigh_alike_whatever_their_number_of_pairs() -> None:
+    first = {(0, 0): 0.0, (0, 1): 0.0, (1, 0): 0.0}
+    found = paired_difference(first, {(0, 0): 0.1, (0, 1): 0.3, (1, 0): 0.4})
+    assert found.difference == pytest.approx(0.3)
+    assert found.interval is None
+
+
+def test_of_single_pairs_is_the_paired_t_interval_over_folds() -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(0.5, 0.1, (2, 4))
+    found = paired_difference({(f, 0): a[f] for f in range(4)}, {(f, 0): b[f] for f in range(4)})
+    expected = stats.ttest_rel(b, a).confidence_interval(0.95)
+    assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found.over == "folds"
+    assert paired_difference({(0, 0): 0.1}, {(0, 0): 0.2}).interval is None
+
+
+def test_runs_without_a_partner_are_refused_by_name() -> None:
+    with pytest.raises(RunError, match=r"fold0_rep1, fold2_rep0"):
+        paired_difference({(0, 0): 0.1, (0, 1): 0.1}, {(0, 0): 0.1, (2, 0): 0.1})
+    with pytest.raises(RunError, match="all"):
+        paired_difference({}, {})

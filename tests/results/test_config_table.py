@@ -1,9 +1,15 @@
+"""Tables of configs: what is printed, labels, notes, gains over a frozen backbone, and a short form of many tables."""
+
 import csv
 import io
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dmlbench.results.config_table import config_labels, make_table
+from dmlbench.results.config_table import config_labels, gains_over_frozen, make_table
+from dmlbench.results.table import summarize_tables
+from dmlbench.types import DataError
 
 
 def _summary(mean: float, std: float | None, **changes: object) -> dict[str, object]:
@@ -129,13 +135,8 @@ def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
         weight = {} if regularizer.lower() == "none" else {f"regularizer.{regularizer}.weight": 0.1}
         return {"pooling": pooling, "regularizer": regularizer}, {"fit.max_steps": 9, **weight}
 
-    configs = [
-        config("gap", "None"),
-        config("gsp", "none"),
-        config("gsp", "zsr"),
-        config("gsp", "xml"),
-        config("vlad", "xml"),
-    ]
+    pairs = [("gap", "None"), ("gsp", "none"), ("gsp", "zsr"), ("gsp", "xml"), ("vlad", "xml")]
+    configs = [config(*pair) for pair in pairs]
     assert config_labels(configs) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [])
     assert config_labels([config("gap", "None"), config("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
 
@@ -212,3 +213,73 @@ def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
     only = _table(on_validation, on_validation | {"scores": _summary(0.95, None)["scores"]})
     assert only.competes == (True, True)
     assert _table(partial, partial).competes == (False, False)
+
+
+def summary(head: str, test: float, *, val: float, dimension: int, trained: int = 0) -> dict[str, Any]:
+    return {
+        "choices": {"head": head},
+        "training": {"frozen_until": "all", "trained_parameters": trained, "image_size": [224, 224], "views": 8},
+        "validation": {"map_at_r": val},
+        "dimension": {"separated": dimension},
+        "scores": {"separated": {"map_at_r": {"mean": test, "std": 0.0}}},
+    }
+
+
+def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
+    rows = [
+        summary("linear", 0.25, val=0.5, dimension=128, trained=163840),
+        summary("identity", 0.20, val=0.3, dimension=1280),
+        summary("identity", 0.23, val=0.2, dimension=1280),  # better on the test, not on validation
+        summary("learned_whitening", 0.26, val=0.4, dimension=1280),
+        summary("learned_whitening", 0.22, val=0.1, dimension=128),
+    ]
+    gains = gains_over_frozen(rows, ["p_at_1", "map_at_r"])
+    assert gains["frozen"] == ["all"] * 5
+    assert gains["trained"] == ["163,840", "0", "0", "0", "0"]
+    assert gains["MAP@R over frozen"] == ["+5.0", "+0.0", "+3.0", "+6.0", "+2.0"]
+    assert gains["over whitened"] == ["+3.0", "-6.0", "-3.0", "+0.0", "+0.0"]
+
+
+def test_without_untrained_rows_gains_are_unknown_and_without_frozen_layers_columns_are_absent() -> None:
+    trained = summary("linear", 0.25, val=0.5, dimension=128, trained=163840)
+    assert gains_over_frozen([trained], ["map_at_r"])["MAP@R over frozen"] == [None]
+    trained["training"]["frozen_until"] = None
+    assert gains_over_frozen([trained], ["map_at_r"]) == {}
+
+
+def test_a_table_of_one_repeat_of_every_fold_says_so(tmp_path: Path) -> None:
+    (tmp_path / "cars").mkdir()
+    note = "PARTIAL: 4 of 12 runs, without fold0_rep1; one collection, hence no std of fold models; exact search"
+    (tmp_path / "cars" / "cars-mlrc.csv").write_text(
+        "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,separated (8-D) MAP@R mean,separated (8-D) MAP@R std,"
+        f'notes\na,10.0,,2.345,,"{note}"\n'
+    )
+    text = summarize_tables(tmp_path)
+    assert f"({tmp_path}/cars/cars-mlrc.md), `mlrc`, 4 of 12 runs | a | **10.00** | **2.35** |" in text
+
+
+def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: Path) -> None:
+    head = "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,separated (8-D) MAP@R mean,separated (8-D) MAP@R std"
+    for name, std, notes in (("whole", "0.25", "exact search; NOT THE PUBLISHED DATA: cut"), ("one_run", "", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}-mlrc.csv").write_text(
+            f"{head},notes\na,10.0,{std},2.345,{std},{notes}\nb,9.0,{std},3,{std},{notes}\n"
+        )
+    (tmp_path / "whole" / "other-mlrc.csv").write_text("claim,value\nis no table of configs,1\n")
+    text = summarize_tables(tmp_path)
+    assert f"| [whole]({tmp_path}/whole/whole-mlrc.md), `mlrc` | a | **10.00 ± 0.25** | 2.35 ± 0.25 |" in text
+    assert "|  | b | 9.00 ± 0.25 | **3.00 ± 0.25** |" in text
+    assert "\nwhole: NOT THE PUBLISHED DATA: cut\n" in text
+    assert "one_run" not in text
+    with pytest.raises(DataError, match="no table whose rows have deviations"):
+        summarize_tables(tmp_path / "one_run")
+
+
+def test_a_row_without_concatenated_models_shows_a_dash(tmp_path: Path) -> None:
+    (tmp_path / "methods").mkdir()
+    kinds = [f"{kind} (8-D) {metric}" for kind in ("separated", "concatenated") for metric in ("P@1", "MAP@R")]
+    head = ",".join(f"{name} {what}" for name in kinds for what in ("mean", "std"))
+    (tmp_path / "methods" / "birds-mlrc.csv").write_text(
+        f"row,{head},notes\na,1,.5,2,.5,3,.5,4,.5,\nb,5,.5,6,.5,,,,,\n"
+    )
+    assert "|  | b | **5.00 ± 0.50** / – | **6.00 ± 0.50** / – |" in summarize_tables(tmp_path)

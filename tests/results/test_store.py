@@ -1,16 +1,21 @@
+"""Run directories: states, results, patterns, removal, and locks on folders that machines share."""
+
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from dmlbench.config import read_config
-from dmlbench.identity import run_directory
 from dmlbench.results import store
+from dmlbench.results.store import LOCK, SILENT_S, is_locked, locked
 from dmlbench.runtime import file_sha256, write_json
-from dmlbench.types import RunError
+from dmlbench.types import RunError, RunInUse
 
 WHOLE = {"config_id": "a", "metrics": {"test": {"p_at_1": 0.5}, "val": {"p_at_1": 1}}}
 
@@ -19,11 +24,6 @@ def _run(root, name: str = "glyphs/mlrc/a-b-c-12345678/fold0_rep1"):
     path = root / name
     store.make_directory(path)
     return path
-
-
-def test_run_directory_names_data_set_protocol_config_and_coordinates() -> None:
-    path = run_directory("outputs", "cub", "mlrc", "config", 3, 1)
-    assert str(path) == os.path.join("outputs", "cub", "mlrc", "config", "fold3_rep1")
 
 
 def test_state_of_a_run_follows_its_files(tmp_path) -> None:
@@ -79,10 +79,6 @@ def test_unusable_result_is_refused(tmp_path, content: str, message: str) -> Non
     (path / store.RESULT).write_text(content)
     with pytest.raises(RunError, match=message):
         store.read_result(path)
-
-
-def test_result_of_another_schema_is_refused(tmp_path) -> None:
-    path = _run(tmp_path)
     write_json(path / store.RESULT, {"schema": 99})
     with pytest.raises(RunError, match="schema 99, this version reads 1"):
         store.read_result(path)
@@ -164,3 +160,63 @@ def test_a_config_that_is_not_the_one_of_the_result_is_refused(tmp_path, changed
     (path / store.CONFIG).write_text(changed)
     with pytest.raises(RunError, match=r"config\.yaml is not the file that result\.json names"):
         read_config(path / store.CONFIG)
+
+
+def _left_by(folder: Path, holder: str, silent_s: float) -> None:
+    """A lock that nobody on this machine holds, last touched some time ago."""
+    (folder / LOCK).write_text(holder)
+    then = time.time() - silent_s
+    os.utime(folder / LOCK, (then, then))
+
+
+def test_a_lock_of_another_machine_is_stale_when_it_is_silent(tmp_path: Path) -> None:
+    _left_by(tmp_path, "12 on elsewhere", SILENT_S - 30)
+    assert is_locked(tmp_path)
+    with pytest.raises(RunInUse, match=r"in use by process 12 on elsewhere.*free after 90 seconds"), locked(tmp_path):
+        pass
+    _left_by(tmp_path, "12 on elsewhere", SILENT_S + 1)
+    assert not is_locked(tmp_path)
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"{os.getpid()} on {os.uname().nodename}"
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_from_a_fast_clock_is_watched_for_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "BEAT_S", 0.05)
+    a_day = 86400
+    _left_by(tmp_path, "12 on elsewhere", -a_day)
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"{os.getpid()} on {os.uname().nodename}"
+
+    _left_by(tmp_path, "12 on elsewhere", -a_day)
+    monkeypatch.setattr(time, "sleep", lambda _: _left_by(tmp_path, "12 on elsewhere", -a_day - 1))  # it beats
+    with pytest.raises(RunInUse, match="in use by process 12 on elsewhere"), locked(tmp_path):
+        pass
+
+
+def test_a_lock_that_a_killed_process_of_this_machine_left_is_stale_at_once(tmp_path: Path) -> None:
+    for holder in (f"12 on {os.uname().nodename}", "", "half"):
+        _left_by(tmp_path, holder, 0)
+        assert not is_locked(tmp_path)
+        with locked(tmp_path):
+            pass
+
+
+def test_a_holder_touches_its_lock_and_stops_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "BEAT_S", 0.01)
+    with locked(tmp_path):
+        os.utime(tmp_path / LOCK, (1, 1))
+        deadline = time.monotonic() + 10
+        while (tmp_path / LOCK).stat().st_mtime < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert time.time() - (tmp_path / LOCK).stat().st_mtime < 10
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RunError, match="has no locks"), locked(tmp_path):
+        pass

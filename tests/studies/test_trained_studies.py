@@ -11,10 +11,10 @@ from scipy.optimize import linprog
 from dmlbench.config import compose
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.models.pooling.global_pooling import Gap
-from dmlbench.studies import gsp_tokens, gsp_weights, xml_prototypes, zero_shot_prediction
+from dmlbench.studies import gsp_tokens, gsp_weights, prototypes
 from dmlbench.studies.record import conduct_study
 from dmlbench.studies.same_classes import SameClasses
-from dmlbench.studies.trained import Described, entropy, halves, some_of_each, tied_to_classes
+from dmlbench.studies.trained import Described, entropy, halves, tied_to_classes
 from dmlbench.types import DataError
 
 TINY = "dataset.table.check_counts=false,backbone=resnet20_small,fit.max_steps=3,head.out_features=8"
@@ -51,32 +51,28 @@ def training(*more: str) -> str:
 def test_lemma_2_1_holds_for_the_nearest_prototype() -> None:
     torch.manual_seed(0)
     features = torch.randn(20, 9, 3, dtype=torch.float64)
-    prototypes, delta = xml_prototypes.cover(features.flatten(0, 1), 7)
-    assert delta == pytest.approx(min_distances(features.flatten(0, 1), prototypes).max())
-    apart = xml_prototypes.discrepancy(features, prototypes)
+    centers, delta = prototypes.cover(features.flatten(0, 1), 7)
+    assert delta == pytest.approx(max(min(float((x - p).norm()) for p in centers) for x in features.flatten(0, 1)))
+    apart = prototypes.discrepancy(features, centers)
     for i, image in enumerate(features):  # by a loop
-        nearest = [min(prototypes, key=lambda p, x=x: float((x - p).norm())) for x in image]
+        nearest = [min(centers, key=lambda p, x=x: float((x - p).norm())) for x in image]
         assert apart["nearest"][i] == pytest.approx(float((sum(nearest) / 9 - image.mean(dim=0)).norm()))
     assert float(apart["nearest"].max()) <= delta
 
 
-def min_distances(points: torch.Tensor, prototypes: torch.Tensor) -> np.ndarray:
-    return np.array([min(float((x - p).norm()) for p in prototypes) for x in points])
-
-
 def test_largest_product_finds_a_far_prototype_unless_lengths_are_equal() -> None:
     features = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
-    unequal = xml_prototypes.discrepancy(features, torch.tensor([[1.0, 0.0], [5.0, 5.0]]))
+    unequal = prototypes.discrepancy(features, torch.tensor([[1.0, 0.0], [5.0, 5.0]]))
     assert float(unequal["nearest"]) == 0 and float(unequal["product"]) == pytest.approx(41**0.5)
-    equal = xml_prototypes.discrepancy(features, torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    equal = prototypes.discrepancy(features, torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     assert float(equal["product"]) == 0
 
 
 def test_greedy_centers_are_the_farthest_ones() -> None:
     line = torch.tensor([[0.0], [1.0], [10.0], [4.0]])
-    prototypes, delta = xml_prototypes.cover(line, 3)
-    assert prototypes.flatten().tolist() == [0.0, 10.0, 4.0] and delta == 1.0
-    assert xml_prototypes.cover(line, 1)[1] == 10.0
+    centers, delta = prototypes.cover(line, 3)
+    assert centers.flatten().tolist() == [0.0, 10.0, 4.0] and delta == 1.0
+    assert prototypes.cover(line, 1)[1] == 10.0
 
 
 def test_a_map_that_serves_all_classes_scores_as_well_across_them() -> None:
@@ -86,7 +82,7 @@ def test_a_map_that_serves_all_classes_scores_as_well_across_them() -> None:
     true = rng.normal(size=(4, 7))
     described = Described(histogram @ true, histogram, labels, np.arange(30))
     splits = halves(6, 5, seed=0)
-    found = xml_prototypes.cross_class(described, splits, ridge=1e-9, metric="map_at_r")
+    found = prototypes.cross_class(described, splits, ridge=1e-9, metric="map_at_r")
     assert found["own"] == pytest.approx(1) and found["fitted"] == pytest.approx(1)
     assert found["same"] == pytest.approx([1] * 5)
     # three classes in four dimensions do not determine the map: scores lie below, or at, those of the classes' own
@@ -97,7 +93,7 @@ def test_a_map_that_serves_all_classes_scores_as_well_across_them() -> None:
 def test_xml_prototypes_in_miniature(cifar: Path, tmp_path: Path) -> None:
     small = ["images=4", "centers=3", "prototypes=4", "splits=3", "eval_images=4"]
     cfg = compose("study_xml_prototypes", [training(), *small, *places(cifar, tmp_path)])
-    findings, written = conduct_study("xml_prototypes", cfg, xml_prototypes.conduct)
+    findings, written = conduct_study("xml_prototypes", cfg, prototypes.xml)
     assert [row[0] for row in findings.rows] == ["without XML", "with XML"]
     assert findings.claims[0].holds  # lemma 2.1
     assert all(path.exists() for path in written)
@@ -110,7 +106,7 @@ def test_zero_shot_prediction_by_a_loop() -> None:
     rng = np.random.default_rng(1)
     histograms, means = rng.dirichlet(np.ones(3), 6), rng.normal(size=(6, 4))
     splits = halves(6, 4, seed=1)
-    found = zero_shot_prediction.zero_shot(histograms, means, splits, ridge=0.05)
+    found = prototypes.zero_shot(histograms, means, splits, ridge=0.05)
     for i, (fitted, other) in enumerate(splits):
         z, y = histograms[fitted].T, means[fitted].T
         a = y @ z.T @ np.linalg.inv(z @ z.T + 0.05 * np.eye(3))
@@ -121,7 +117,7 @@ def test_zero_shot_prediction_by_a_loop() -> None:
             ranks.append(1 + order.index(label))
         assert found["l2"]["map"][i] == pytest.approx(np.mean([1 / rank for rank in ranks]))
         assert found["l2"]["accuracy"][i] == pytest.approx(np.mean([rank == 1 for rank in ranks]))
-    exact = zero_shot_prediction.zero_shot(histograms, histograms @ rng.normal(size=(3, 4)), splits, ridge=1e-12)
+    exact = prototypes.zero_shot(histograms, histograms @ rng.normal(size=(3, 4)), splits, ridge=1e-12)
     assert np.mean(exact["cosine"]["accuracy"]) == 1.0  # three classes determine a map from three attributes
 
 
@@ -130,17 +126,14 @@ def test_zero_shot_prediction_in_miniature(cifar: Path, tmp_path: Path) -> None:
     started = training("pooling.memory_rows=32", "loss=proxy_nca_gsp")
     small = ["prototypes=4", "splits=3", "eval_images=4"]
     cfg = compose("study_zero_shot_prediction", [started, *small, *places(cifar, tmp_path)])
-    findings, _ = conduct_study("zero_shot_prediction", cfg, zero_shot_prediction.conduct)
+    findings, _ = conduct_study("zero_shot_prediction", cfg, prototypes.zero_shot_prediction)
     assert [row[0] for row in findings.rows] == ["without ZSR", "with ZSR"]
     assert "by chance: MAP 45.7 %, nearest 20.0 % of 5 classes" in findings.notes
 
 
-def test_halves_are_halves_and_some_rows_are_of_every_class() -> None:
+def test_halves_are_halves_and_entropies_have_closed_forms() -> None:
     for first, second in halves(7, 20, seed=3):
         assert len(first) == 3 and sorted([*first, *second]) == list(range(7))
-    labels = np.array([0, 1, 0, 1, 0, 2])
-    rows = some_of_each(labels, np.array([0, 1, 2, 3, 5]), count=2, seed=0)
-    assert rows.tolist() == [0, 1, 2, 3, 5]
     assert entropy(np.array([[0.5, 0.5, 0, 0], [1, 0, 0, 0]])) == pytest.approx(0.5)
     assert tied_to_classes(np.eye(4)) == pytest.approx(2) and tied_to_classes(np.full((4, 4), 0.25)) == pytest.approx(0)
 

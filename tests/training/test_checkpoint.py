@@ -9,14 +9,6 @@ from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.types import ConfigError, RunError
 
 
-def test_checkpoint_comes_back_as_it_was(tmp_path) -> None:
-    state = {"model": {"w": torch.randn(3)}, "step": 7, "names": ["a"], "score": 0.1}
-    save_checkpoint(tmp_path / "last.ckpt", state)
-    loaded = load_checkpoint(tmp_path / "last.ckpt")
-    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
-    assert (loaded["step"], loaded["names"], loaded["score"]) == (7, ["a"], 0.1)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_truncated_checkpoint_is_refused_with_a_remedy(tmp_path, share: float) -> None:
     path = tmp_path / "last.ckpt"
@@ -80,4 +72,4 @@ def test_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch) -> None:
     with pytest.raises(RunError, match="No space left on device; the checkpoint before it is whole"):
         save_checkpoint(path, {"step": 2})
     monkeypatch.undo()
-    assert load_checkpoint(path)["step"] == 1
+    assert load_checkpoint(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]

@@ -149,20 +149,3 @@ def test_accumulated_batches_equal_all_rows_at_once_for_a_mean_over_rows(_float6
     (whole,) = _gradients(model, objective, [rows])
     (accumulated,) = _gradients(model, objective, [first, second, third], accumulate=3, forward_batch=forward_batch)
     _assert_equal(accumulated, whole)
-
-
-def test_each_accumulated_batch_is_observed_at_the_step_of_the_optimizer() -> None:
-    class Noting(Gap):
-        noted: tuple[int, ...] = ()
-
-        def observe(self, pooled: Pooled, *, step: int) -> None:
-            self.noted += (step,)
-
-    model = SmallModel(Noting()).double()
-    objective = Objective(CrossBatchMemory(ContrastiveLoss(), 4, 64, start_step=1))
-    values = [accumulate_gradients(model, objective, iter(_batches(2)).__next__, step=s, forward=model, accumulate=2)
-              for s in (1, 2)]  # fmt: skip
-    assert model.pooling.noted == (1, 1, 2, 2)
-    assert int(objective.loss.filled) == 16
-    first, second = (sum(float(batch.losses["loss"]) for batch in batches) for batches in values)
-    assert second > first

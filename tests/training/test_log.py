@@ -30,13 +30,6 @@ def test_history_is_cut_back_to_the_checkpoint_on_a_resume(tmp_path) -> None:
     assert [row[0] for row in read_history(path)] == [1, 1, 2, 2, 3, 3]
     History(path, resume_step=2).close()
     assert read_history(path) == [(1, "train/loss", 1 / 3), (1, "lr", 1e-5), (2, "train/loss", 2 / 3), (2, "lr", 1e-5)]
-
-
-def test_fresh_start_forgets_an_older_history(tmp_path) -> None:
-    path = tmp_path / "history.csv"
-    first = History(path, resume_step=0)
-    first.log(5, {"a": 1.0})
-    first.close()
     History(path, resume_step=0).close()
     assert read_history(path) == []
 

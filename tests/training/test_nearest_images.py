@@ -38,14 +38,6 @@ def test_neighbors_are_those_of_a_naive_search_without_the_query_itself(with_gal
         assert right.tolist() == (searched.labels[expected] == queries.labels[place]).tolist()
 
 
-def test_queries_are_the_same_for_other_embeddings_of_the_same_images() -> None:
-    before = made(30, seed=0)
-    after = EmbeddingSet(before.rows.flip(0), before.labels, before.ids)
-    (first, nearest, _), (second, others, _) = nearest_images(before, None), nearest_images(after, None)
-    assert first.tolist() == second.tolist()
-    assert nearest.tolist() != others.tolist()
-
-
 def test_each_image_is_in_its_place_and_wrong_ones_have_a_frame_with_gaps() -> None:
     query, nearest = np.array([1, 2]), np.array([[3, 4], [5, 6]])
     is_right = np.array([[True, False], [False, True]])

@@ -6,14 +6,8 @@ import torch
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, replayed, save_plan
 from dmlbench.types import RunError
 
-HISTORY = [
-    (10, "train/loss", 1.0),
-    (10, "lr", 0.5),
-    (20, "lr", 0.25),
-    (30, "lr", 0.25),
-    (40, "lr", 0.125),
-    (50, "lr", 0.0625),
-]
+RATES = {10: 0.5, 20: 0.25, 30: 0.25, 40: 0.125, 50: 0.0625}
+HISTORY = [(10, "train/loss", 1.0), *((step, "lr", rate) for step, rate in RATES.items())]
 
 
 def test_a_plan_holds_the_changes_before_the_best_step_in_epochs() -> None:

@@ -51,5 +51,5 @@ def test_searches_have_the_names_of_their_files_and_see_no_test_set() -> None:
                 searched("demo", *given, own=own)
         with pytest.raises(ConfigError, match="train: got 'pooling', expected overrides"):
             searched("demo", own=("train=[pooling]",))
-        with pytest.raises(ConfigError, match=r"name \('a/b'\) names a folder"):
+        with pytest.raises(ConfigError, match="name: got 'a/b', expected a file name"):
             searched("demo", own=("name=a/b",))

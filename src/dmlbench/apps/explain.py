@@ -1,20 +1,19 @@
 """Pictures of what a trained pooling looks at: its weights, and its prototypes, laid over the images."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import torch
 from matplotlib import colormaps
 from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from dmlbench.apps.loaded import load_run, row_of
 from dmlbench.apps.pictures import save_figure, shortened
-from dmlbench.apps.trained import load_run, row_of
 from dmlbench.experiment import Setup
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import generator
@@ -39,9 +38,7 @@ def explain_runs(
 ) -> None:
     """Write a PNG: images in rows; for each run the weights of its pooling, and its prototypes where it has any.
 
-    Args:
-        run_dirs: complete runs on the same data, with their weights kept.
-        images: rows of the data set's table or paths of images in it; None draws ``num_images`` test images.
+    ``images`` are rows of the data set's table or paths in it; None draws ``num_images`` test images.
     """
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]
@@ -80,24 +77,18 @@ def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
             name = run.choices.get("pooling", "its pooling")
             raise RunError(f"{name} does not say how much each place counts; explain a run of another pooling")
         images.append(batch.images.cpu().numpy())
-        weights.append(_enlarged(shares.float() * shares[0].numel(), images[-1].shape[2:], "bilinear"))
+        size = batch.images.shape[2:]
+        larger = F.interpolate(shares[:, None].float() * shares[0].numel(), size=size, mode="bilinear")
+        weights.append(larger[:, 0].cpu().numpy())
         if nearest is not None:
-            prototypes.append(_enlarged(nearest.float(), images[-1].shape[2:], "nearest").astype(np.int64))
+            larger = F.interpolate(nearest[:, None].float(), size=size, mode="nearest")
+            prototypes.append(larger[:, 0].cpu().numpy().astype(np.int64))
     label = f"{run.choices.get('pooling', run_dir.parent.name)}\n{run_dir.name}"
     indices = np.concatenate(prototypes) if prototypes else None
     return Explained(label, np.concatenate(images), np.concatenate(weights), indices)
 
 
-def _enlarged(maps: torch.Tensor, size: tuple[int, ...], mode: str) -> NDArray[np.float32]:
-    """[B, h, w] at the images' size."""
-    options = {"align_corners": False} if mode == "bilinear" else {}
-    return np.asarray(F.interpolate(maps[:, None], size=tuple(size), mode=mode, **options)[:, 0].cpu())
-
-
-Pictures = tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8] | None]
-
-
-def overlay(one: Explained, most: float) -> Pictures:
+def overlay(one: Explained, most: float) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8] | None]:
     """Images [B, H, W, 3], these with the weights laid over them, and with the prototypes or None.
 
     Places that count as in average pooling are white, those that count more are red, up to ``most`` times as much, and
@@ -129,13 +120,17 @@ def _bytes(fractions: NDArray[np.floating]) -> NDArray[np.uint8]:
 
 def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, notes: Sequence[str] = ()) -> None:
     """Write the picture: a row an image, a column for the image and one or two for each run, on one scale."""
-    columns = 1 + sum(1 if one.prototypes is None else 2 for one in explained)
-    rows = len(captions)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(_INCHES * columns + 1.3, _INCHES * rows + 0.5), squeeze=False, layout="constrained"
-    )
     most = greatest_weight(explained)
-    for column, (title, pictures) in enumerate(_columns(explained, most)):
+    shown = [("image", overlay(explained[0], most)[0])]
+    for one in explained:
+        _, weights, prototypes = overlay(one, most)
+        shown.append((one.label, weights))
+        if prototypes is not None:
+            shown.append(("prototypes", prototypes))
+    columns, rows = len(shown), len(captions)
+    size = (_INCHES * columns + 1.3, _INCHES * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for column, (title, pictures) in enumerate(shown):
         for row, axis in enumerate(axes[:, column]):
             axis.set(xticks=[], yticks=[])
             axis.imshow(pictures[row])
@@ -149,13 +144,3 @@ def draw(explained: Sequence[Explained], captions: Sequence[str], path: Path, no
     if notes:
         figure.supxlabel(textwrap.fill(f"{OTHER_DATA}{'; '.join(notes)}", 18 * columns), fontsize=7)
     save_figure(figure, path)
-
-
-def _columns(explained: Sequence[Explained], most: float) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-    """Titles and pictures [B, H, W, 3]."""
-    yield "image", overlay(explained[0], most)[0]
-    for one in explained:
-        _, weights, prototypes = overlay(one, most)
-        yield one.label, weights
-        if prototypes is not None:
-            yield "prototypes", prototypes

@@ -1,6 +1,5 @@
 """Embeddings of other code as runs of a config, beside our own in collections, tables, comparisons and reports."""
 
-import datetime
 import logging
 import re
 from collections.abc import Mapping
@@ -13,16 +12,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.components import component
-from dmlbench.evaluation.analysis import per_query_table, to_csv
-from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, save_embeddings
-from dmlbench.evaluation.embeddings.files import read_embeddings
-from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings, save_embeddings
+from dmlbench.evaluation.evaluate import evaluate, per_query_table, to_csv
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.results import store
 from dmlbench.results.cautions import UNKNOWN
 from dmlbench.results.config_table import IMPORTED
-from dmlbench.runtime import atomic_write, derive_seed, file_sha256, package_versions
+from dmlbench.runner import tested_result
+from dmlbench.runtime import atomic_write, derive_seed, file_sha256
 from dmlbench.types import (
     ConfigError,
     EmbeddingSet,
@@ -58,7 +56,6 @@ def import_config(cfg: DictConfig) -> Imported:
     A file has rows [N, D] and labels [N] of the protocol's test images of its fold, and if possible ``ids``: rows of
     the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
     stand in the table's order. Labels may be numbers of any kind, but one for each class.
-
     """
     check_file_name(cfg.name)
     protocol = component(cfg.protocol)
@@ -102,7 +99,15 @@ def import_config(cfg: DictConfig) -> Imported:
             notes.append("the files have no ids: images of one class are taken to stand in the data set's order")
         run_cfg = OmegaConf.merge(cfg, {"fold": fold, "repeat": repeat})
         assert isinstance(run_cfg, DictConfig)
-        about = _about(cfg, files[fold, repeat], is_by_order)
+        of = files[fold, repeat]
+        about = {
+            "name": str(cfg.name),
+            **{key: UNKNOWN if cfg[key] is None else str(cfg[key]) for key in TOLD},
+            "file": of["embeddings"].name,
+            "file_sha256": file_sha256(of["embeddings"]),
+            **({"gallery_sha256": file_sha256(of["gallery"])} if "gallery" in of else {}),
+            "ids": "by order" if is_by_order else "given",
+        }
         scores[fold, repeat] = _write(run_cfg, config, protocol, table, split, found, about, spec)
     return Imported(config, scores, tuple(dict.fromkeys(notes)))
 
@@ -167,17 +172,6 @@ def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, s
             )
 
 
-def _about(cfg: DictConfig, files: Mapping[str, Path], is_by_order: bool) -> dict[str, Any]:
-    return {
-        "name": str(cfg.name),
-        **{key: UNKNOWN if cfg[key] is None else str(cfg[key]) for key in TOLD},
-        "file": files["embeddings"].name,
-        "file_sha256": file_sha256(files["embeddings"]),
-        **({"gallery_sha256": file_sha256(files["gallery"])} if "gallery" in files else {}),
-        "ids": "by order" if is_by_order else "given",
-    }
-
-
 def _identity(cfg: DictConfig) -> DictConfig:
     """What makes the config of an imported model: its name, what it was tested on, and what is told of it."""
     kept: Any = OmegaConf.to_container(cfg, resolve=False)  # so that a config has its name wherever the data lie
@@ -223,18 +217,11 @@ def _write(
         atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(found.queries, test)))
         result = {
             "config_id": config.name, "config_sha256": config_sha256(identity), "run_sha256": run_sha256(identity),
-            "imported": dict(about), "dataset": table.name, "dataset_fingerprint": table.fingerprint,
-            **({"data_notes": list(table.notes)} if table.notes else {}), "protocol": protocol.name,
-            "aggregation": protocol.aggregation, "num_folds": protocol.num_folds, "num_repeats": protocol.num_repeats,
+            "imported": dict(about), **tested_result(table, protocol, split, test),
             "fold": cfg.fold, "repeat": cfg.repeat, "seed": derive_seed(0, cfg.fold, cfg.repeat), "base_seed": 0,
-            "choices": OmegaConf.to_container(identity.runtime.choices), "versions": package_versions(), "steps": 0,
-            "stop_reason": "imported", "monitor": spec.score_names[0], "val_is_test": split.val_is_test,
-            **({"facts": dict(split.facts)} if split.facts else {}), "search": test.search,
-            "metrics": {"test": test.scores}, "n_query": test.n_query, "n_gallery": test.n_gallery,
-            "n_skipped_queries": test.n_skipped_queries, **({"kmeans": test.kmeans} if test.kmeans else {}),
-            **({"degenerate": list(test.degenerate)} if test.degenerate else {}),
+            "choices": OmegaConf.to_container(identity.runtime.choices), "steps": 0, "stop_reason": "imported",
+            "monitor": spec.score_names[0], "search": test.search, "metrics": {"test": test.scores},
             **store.hashes_of(run_dir), "wall_s": 0.0,
-            "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         store.write_result(run_dir, result)
     return test.scores

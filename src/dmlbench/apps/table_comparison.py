@@ -1,9 +1,9 @@
-"""Our runs of a table vs. a paper's scores."""
+"""Our runs of a table vs. a paper's scores, and what the runs started from."""
 
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,22 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
-from dmlbench.apps.provenance import Provenance, are_published, provenance_of
 from dmlbench.apps.table_rows import NARROWING, Row
 from dmlbench.apps.tables import Found, build_tables, named_configs
-from dmlbench.apps.trained import distance_of_run
+from dmlbench.config import read_config
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
-from dmlbench.results.aggregate import aggregate_config, has_scores, is_of_runs, read_aggregate
+from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import by_fact, incomparable
-from dmlbench.results.run_scores import spec_of_run
+from dmlbench.results.rules import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
-from dmlbench.runtime import git_commit
+from dmlbench.runtime import cached_sha256, git_commit
 from dmlbench.types import DmlbenchError, RunInUse
 
 _PAUSE_S = 0.5
@@ -35,6 +35,57 @@ _MOVES_NOTHING = (
     *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "device", "tile_bytes")),
 )
 _WEIGHTS = "backbone.weights_file"
+PUBLISHED = {"bn_inception": "52deb4733", "googlenet": "1378be20", "resnet50": "0676ba61"}
+"""First digits of the SHA-256 of the papers' pretrained weights, by backbone."""
+_OF_TIMM = {"resnet50": "resnet50.tv_in1k"}
+"""The same weights in timm."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where runs come from."""
+
+    other_weights: tuple[str, ...] = ()  # how their pretrained weights differ from the papers'
+    embedding_size: int | None = None  # D of the compared embeddings; None if the runs do not say
+
+
+def provenance_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Provenance:
+    """The provenance of a config's runs, by the configuration of one and the SHA-256 of all runs' weights files."""
+    config = read_config(config_file)
+    head, said = config.get("head") or {}, config.get("runtime") or {}
+    size = said.get("embedding_size")
+    if "level_size" in head:  # what is compared is a level, or all of them one after the other
+        size = head["level_size"] * (head["num_levels"] if head.get("inference") == "concat" else 1)
+    family = next((name for name in PUBLISHED if backbone.startswith(name)), None)
+    return Provenance(tuple(_other_weights(config.get("backbone") or {}, family, set(hashes))), size)
+
+
+def _other_weights(node: Mapping[str, Any], family: str | None, hashes: set[str | None]) -> list[str]:
+    file = node.get("weights_file")
+    if file is not None:
+        others = [
+            f" (SHA-256 {digest[:12]})" if digest else ""
+            for digest in sorted(hashes, key=str)
+            if not (are_published(file, family) if digest is None else digest.startswith(_known(family)))
+        ]
+        return [f"OTHER WEIGHTS: {file}{other}" for other in others]
+    if family is not None and not node.get("pretrained"):
+        return ["OTHER WEIGHTS: random ones"]
+    if family in _OF_TIMM and node.get("name") != _OF_TIMM[family]:
+        return [f"OTHER WEIGHTS: {node.get('name')} of timm"]
+    return []
+
+
+def are_published(weights_file: str, family: str | None = None) -> bool:
+    """Whether a weights file is one of the papers'; a file that is gone is known by its name."""
+    path = Path(weights_file).expanduser()
+    if not path.is_file():
+        return path.stem.endswith(_known(family))
+    return cached_sha256(path).startswith(_known(family))
+
+
+def _known(family: str | None) -> tuple[str, ...]:
+    return (PUBLISHED[family],) if family else tuple(PUBLISHED.values())
 
 
 @dataclass(frozen=True)
@@ -49,10 +100,9 @@ class Summary:
 def summarize(plan: Plan, specs: Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
     """Summarize all complete runs of each config, by ``sha256``, as are the ``specs``."""
     bar = tqdm(plan.configs, "summarizing", unit="config", disable=not sys.stderr.isatty() or len(plan.configs) < 3)
-    runs: dict[str, list[Run]] = {config.sha256: [] for config in plan.configs}
-    for run in plan.runs:
-        runs[run.config.sha256].append(run)
-    return {config.sha256: _summary(runs[config.sha256], specs[config.sha256]) for config in bar}
+    return {
+        config.sha256: _summary([r for r in plan.runs if r.config == config], specs[config.sha256]) for config in bar
+    }
 
 
 def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
@@ -77,15 +127,13 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
 
 
 def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[str, Any]:
-    complete = [run for run in runs if run.state == "done"]
+    complete = [(run.fold, run.repeat) for run in runs if run.state == "done"]
     known = read_aggregate(folder)
-    if known is not None:
-        is_current = is_of_runs(folder, known, [(run.fold, run.repeat) for run in complete])
-        if is_current and has_scores(known, spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})):
+    if known is not None and is_current(folder, known, complete):
+        own = spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})
+        if has_scores(known, own):
             return known
-    return aggregate_config(
-        runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty()
-    )  # fmt: skip
+    return aggregate_config(runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty())
 
 
 def compare_rows(
@@ -104,7 +152,11 @@ def compare_rows(
     for row in rows:
         if row.overrides in of_rows:
             labels.setdefault(of_rows[row.overrides].sha256, []).append(row.metric)
-    summaries = summarize(plan, {sha256: spec_for(asked) for sha256, asked in labels.items()})
+    specs = {}
+    for sha256, of_config in labels.items():
+        names = dict.fromkeys(score.name for label in of_config if (score := score_labeled(label)))
+        specs[sha256] = EvaluationSpec(metrics=tuple(names) or ("p_at_1",))
+    summaries = summarize(plan, specs)
     comparisons, deviations = [], {}
     for row in rows:
         assert row.score is not None
@@ -122,12 +174,6 @@ def compare_rows(
             comparisons.append(compare(row.score, summary, why, label=row.metric))
             deviations[row.label] = summary.get("deviations", ())
     return comparisons, by_fact(list(deviations.values()), list(deviations))
-
-
-def spec_for(labels: Sequence[str]) -> EvaluationSpec:
-    """The evaluation of metrics with these labels."""
-    asked = [score for score in map(score_labeled, labels) if score is not None]
-    return EvaluationSpec(metrics=tuple(dict.fromkeys(score.name for score in asked)) or ("p_at_1",))
 
 
 def differences_to_paper(score: PaperScore, summary: Mapping[str, Any], provenance: Provenance) -> list[str]:

@@ -191,9 +191,7 @@ def own_rows(
 ) -> list[Row]:
     """The rows of a table without printed scores: rows by settings by data sets.
 
-    Args:
-        labels: of the rows to keep, or shell patterns of them; None keeps all.
-        datasets: instead of the experiment's, if any.
+    ``labels``, or shell patterns of them, select rows; ``datasets`` replace the experiment's.
     """
     parts = {part: dict(reproduce.get(part) or {"": ""}) for part in ("datasets", "rows", "settings")}
     kept = parts["rows"].keys() if labels is None else _matching(list(parts["rows"]), labels)
@@ -247,9 +245,7 @@ def _matching(labels: Sequence[str], patterns: Sequence[str]) -> set[str]:
 def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
     """The configs of a grid as overrides, the first key varying slowest, and its folds and repeats.
 
-    Args:
-        params: ``hydra.sweeper.params`` of an experiment.
-        given: overrides of the command line, which replace those of the same key; may be sweeps, too.
+    ``params`` are ``hydra.sweeper.params``; overrides that are ``given`` replace those of the same key.
     """
     texts = last_of_each([*(f"{key}={value}" for key, value in params.items()), *given])
     parsed = OverridesParser.create().parse_overrides(list(texts))

@@ -1,31 +1,37 @@
-"""Aggregated configs with their labels, and one table of them per data set and protocol."""
+"""Aggregated configs with labels and changed settings, tables of them, and two configs compared run by run."""
 
+import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from omegaconf import OmegaConf
 
-from dmlbench.apps.changed_settings import changed_settings
-from dmlbench.apps.trained import distance_of_run
-from dmlbench.config import read_config
-from dmlbench.evaluation.metrics.table import asked_scores, in_table_order
+from dmlbench.apps.loaded import distance_of_run
+from dmlbench.config import config_folder, read_config
+from dmlbench.evaluation.metrics.table import asked_scores, in_table_order, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_settings
+from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
-from dmlbench.results.cautions import cautions
+from dmlbench.results.cautions import IMPORTED, by_row, cautions
+from dmlbench.results.collections import PairedDifference, paired_difference
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_table
-from dmlbench.results.store import CONFIG, RunInfo, find_runs, runs_by_config
+from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
+from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
-from dmlbench.types import RunError
+from dmlbench.types import ConfigError, RunError, closest, flatten
 
 log = logging.getLogger(__name__)
 
 Found = tuple[Path, list[RunInfo], dict[str, Any]]
 """A config's folder, its runs and its summary."""
+BY_HAND = "given by hand"
+_SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,11 @@ class ConfigSummary:
     summary: dict[str, Any]  # of ``aggregate_config``
     label: str
     differing: tuple[str, ...] = ()  # notes on settings in which the configs of its table differ beyond their labels
+
+    @property
+    def complete(self) -> list[Path]:
+        """Directories of the complete runs."""
+        return [run.path for run in self.runs if run.state == "done"]
 
 
 def asked_columns(spec: EvaluationSpec) -> list[str]:
@@ -52,7 +63,7 @@ def find_configs(
 
     Requested scores that a summary lacks are computed and kept.
     """
-    configs = runs_by_config(find_runs(output_dir, pattern))
+    configs = store.runs_by_config(store.find_runs(output_dir, pattern))
     if not configs:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
     grouped: dict[tuple[str, str], list[Found]] = {}
@@ -82,14 +93,10 @@ def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[
     """Label configs by (data set, protocol), trained ones first."""
     result = {}
     for key, everything in grouped.items():
-        done = [next(run.path for run in runs if run.state == "done") for _, runs, _ in everything]
-        choices = [summary["choices"] for _, _, summary in everything]
-        labels, differing = labels_of_runs(list(zip(done, choices, strict=True)))
-        labels = _distinct(labels, [path for path, _, _ in everything])
-        named = [
-            ConfigSummary(path, tuple(runs), summary, label, tuple(differing))
-            for (path, runs, summary), label in zip(everything, labels, strict=True)
-        ]
+        found = [ConfigSummary(path, tuple(runs), summary, "") for path, runs, summary in everything]
+        labels, differing = labels_of_runs([(config.complete[0], config.summary["choices"]) for config in found])
+        labels = _distinct(labels, [config.path for config in found])
+        named = [replace(c, label=label, differing=tuple(differing)) for c, label in zip(found, labels, strict=True)]
         result[key] = sorted(named, key=lambda config: ("(untrained)" not in config.label, config.label))
     return result
 
@@ -121,7 +128,7 @@ def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd
 
 def labels_of_runs(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> tuple[list[str], list[str]]:
     """Labels of the configs of runs, given with their choices, and notes on settings in which these differ."""
-    stored = [read_config(run_dir / CONFIG) for run_dir, _ in runs]
+    stored = [read_config(run_dir / store.CONFIG) for run_dir, _ in runs]
     settings = [(choices, config_settings(dict(config))) for (_, choices), config in zip(runs, stored, strict=True)]
     return config_labels(settings, [changed_settings(config, NAMING_GROUPS) for config in stored])
 
@@ -132,3 +139,135 @@ def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
         f"{label} [{config.name.rpartition('-')[2]}]" if labels.count(label) > 1 else label
         for label, config in zip(labels, configs, strict=True)
     ]
+
+
+def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dict[str, str]:
+    """Settings of a run's resolved configuration that are not by their option or a paper's recipe, with what set each.
+
+    Of a user's own experiments and recipes, only overrides of the command line are known.
+    """
+    runtime = container.get("runtime") or {}
+    experiment = (runtime.get("choices") or {}).get("experiment")
+    recipe = runtime.get("recipe") or {}
+    setters = dict.fromkeys(_set_by(f"experiment/{experiment}"), f"set by experiment={experiment}")
+    if "paper" not in (_file(f"recipe/{recipe.get('name')}") or {"paper": "of the user"}):
+        setters |= dict.fromkeys(recipe.get("places", ()), f"set by recipe={recipe['name']}")
+    setters |= dict.fromkeys(runtime.get("given") or (), BY_HAND)
+    names = ("backbone.name", *(f"{group}._target_" for group in groups))  # which labels say
+    return {
+        key: how
+        for key in flatten({group: container.get(group) for group in groups})
+        for setter, how in setters.items()
+        if key not in names and setter not in groups and f"{key}.".startswith(f"{setter}.")
+    }
+
+
+def _set_by(name: str) -> list[str]:
+    """Keys of an experiment, with those of the experiments that it is made of."""
+    content = dict(_file(name) or {})
+    bases = [entry for entry in content.pop("defaults", ()) if isinstance(entry, str) and entry != "_self_"]
+    return [*flatten(content), *(key for base in bases for key in _set_by(base.lstrip("/")))]
+
+
+@functools.cache
+def _file(name: str) -> Any:
+    """Unresolved content of a configuration file of the project; None if there is none."""
+    path = config_folder() / f"{name}.yaml"
+    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class PairedConfigs:
+    """Two configs, by their folders, and their differences by metric."""
+
+    first: Path
+    second: Path
+    differences: dict[str, PairedDifference]
+    left_out: tuple[str, ...]  # runs that only one of them has
+    differing: tuple[str, ...]  # settings in which they differ beyond their labels
+    cautions: tuple[str, ...]  # of their scores (``results.cautions``)
+
+    def to_text(self) -> str:
+        """Percent (distances as they are), one line per metric."""
+        lines = [f"A  {self.first}", f"B  {self.second}", ""]
+        lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
+        for metric, found in self.differences.items():
+            scale = score_named(metric).scale
+            low_high = "none: a fold has a single pair and others more, or there is one"
+            if found.interval is not None:
+                low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
+            numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
+            lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
+        one = next(iter(self.differences.values()))
+        shared = "fold and repeat" if any(IMPORTED in note for note in self.cautions) else "fold, repeat and seed"
+        lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
+        lines += [f"  {note}" for note in self.cautions]
+        lines += [f"  DIFFERENT SETTINGS: {note}" for note in self.differing]
+        if self.left_out:
+            lines.append(f"  PARTIAL: without {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+
+def compare_configs(
+    output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
+) -> PairedConfigs:
+    """Compare the configs that two patterns name, on complete runs; scores that a run lacks are computed and kept."""
+    found = [_runs_of_config(output_dir, pattern) for pattern in patterns]
+    configs = [runs[0].path.parent for runs in found]
+    if len(set(configs)) != 2:
+        raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
+    done = [{(run.fold, run.repeat): run.path for run in of_config if run.state == "done"} for of_config in found]
+    runs = [{key: store.read_result(path) for key, path in paths.items()} for paths in done]
+    for paths, results in zip(done, runs, strict=True):
+        for key, path in paths.items():
+            store.require_own_place(path, results[key])
+    common = sorted(set(runs[0]) & set(runs[1]))
+    lonely = sorted(set(runs[0]) ^ set(runs[1]))
+    left_out = tuple(f"{store.run_name(key)} ({configs[key in runs[1]].name})" for key in lonely)
+    if not common or (left_out and not allow_partial):
+        remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
+        raise RunError(f"configs are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
+    for key in common:
+        if differing := [name for name in _SAME if runs[0][key][name] != runs[1][key][name]]:
+            raise RunError(f"{store.run_name(key)}: the configs differ in {', '.join(differing)}, so they are no pair.")
+    scores = [
+        {key: _scores(paths[key], results[key], spec) for key in common}
+        for paths, results in zip(done, runs, strict=True)
+    ]
+    metrics = asked_columns(spec)
+    known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
+    for metric in metrics:  # validation scores cannot be computed again
+        if metric not in known:
+            raise ConfigError(f"metric '{metric}' is not in all of these results: {closest(metric, known)}")
+    differences = {
+        metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
+        for metric in metrics
+    }
+    at = common[0]
+    _, settings = labels_of_runs([(paths[at], of[at]["choices"]) for paths, of in zip(done, runs, strict=True)])
+    told = [dict.fromkeys(note for key in common for note in _cautions(of[key], spec)) for of in runs]
+    warned = by_row([list(notes) for notes in told], ("A", "B"))
+    return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(settings), tuple(warned))
+
+
+def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
+    configs = list(store.runs_by_config(store.find_runs(output_dir, pattern)))
+    if len(configs) != 1:
+        found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
+        raise RunError(f"'{pattern}' must match one config under {output_dir}; it matches {found}")
+    return store.runs_in(configs[0])  # also those beyond a pattern of runs
+
+
+def _is_validated(result: Mapping[str, Any]) -> bool:
+    return rule_named(result["aggregation"]).scored_on == "val"
+
+
+def _scores(run_dir: Path, result: dict[str, Any], spec: EvaluationSpec) -> dict[str, float]:
+    if _is_validated(result):
+        return result["metrics"]["val"]
+    return scores_of_run(run_dir, result, spec, distance_of=distance_of_run)
+
+
+def _cautions(result: Mapping[str, Any], spec: EvaluationSpec) -> list[str]:
+    scored_on = {"scored_on": "validation"} if _is_validated(result) else {}
+    return cautions({**result, "search": spec_of_run(spec, result).search, **scored_on})

@@ -1,11 +1,11 @@
-"""Parse a command line: options, words, and overrides in Hydra's grammar."""
+"""Parse a command line: options, words, overrides in Hydra's grammar, and components named by ``_target_`` alone."""
 
 import argparse
 import dataclasses
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from dmlbench.cli.target_overrides import key_of, with_new_arguments
+from dmlbench.components import imported, parameters_of
 from dmlbench.config import config_folder, schema_of
+from dmlbench.external import load_yaml
 from dmlbench.types import ConfigError
 
 _FLAGS = {
@@ -37,6 +38,8 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("evaluation.metrics", "evaluation.recall_at"), list),
 }
 """What nested keys hold; schemas tell it of top-level keys."""
+GROUPS = ("loss", "miner", "regularizer", "pooling")
+"""Groups whose components may be exchanged without an option of their own."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,12 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
             raise ConfigError(f"name the {key} once, in one word, not in {', '.join(map(repr, line.words))}")
         given.append(f"{key}={line.words[0]}")
     if name == "train":
-        given = [_renamed(argument) for argument in given]
+        split = [argument.partition("=") for argument in given]
+        given = [f"{_IN_TRAIN.get(key, key)}{equals}{value}" for key, equals, value in split]
         keys = {}
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
-    given = with_new_arguments(given)
+    given = _with_new_arguments(given)
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given
 
@@ -111,11 +115,6 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
 def in_train(given: Sequence[str], *, is_grid: bool = False) -> list[str]:
     """Overrides of ``dmlbench train`` in Hydra's grammar."""
     return for_hydra("train", CommandLine(overrides=tuple(given), is_sweep=is_grid))
-
-
-def _renamed(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    return f"{_IN_TRAIN.get(key, key)}{equals}{value}"
 
 
 def _kind(key: str, annotation: Any) -> Any:
@@ -190,3 +189,60 @@ def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[s
         else argument
         for argument, override in zip(arguments, parsed, strict=True)
     ]
+
+
+def _with_new_arguments(arguments: Sequence[str]) -> list[str]:
+    """``loss._target_=.. loss.m=0.4`` with the marks that make Hydra take keys which the chosen option lacks."""
+    named = [key.removesuffix("_target_") for key in map(key_of, arguments) if _names_a_target(key)]
+    return [f"++{a}" if key_of(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
+
+
+def settle_targets(
+    cfg: DictConfig, overrides: Iterable[str], choices: Mapping[str, str], folders: Sequence[Path]
+) -> dict[str, str]:
+    """Remove the arguments of the chosen option's own component where ``overrides`` put another one in its place.
+
+    What ``overrides`` give stays, and so do interpolated arguments that the new component takes, such as the number of
+    classes. A subclass of the option's component keeps all.
+
+    Returns:
+        Name of the class by group, of groups whose component was exchanged.
+    """
+    keys = {key_of(override) for override in overrides}
+    names = {}
+    for key in sorted(filter(_names_a_target, keys)):
+        prefix = key.removesuffix("._target_")
+        node = OmegaConf.select(cfg, prefix)
+        if not isinstance(node, DictConfig):
+            continue
+        former = _target_of_option(prefix, choices.get(prefix), folders)
+        target = imported(node._target_, prefix)
+        if former == node._target_:
+            continue
+        if "." not in prefix:
+            names[prefix] = str(node._target_).rpartition(".")[2]
+        if former and isinstance(target, type) and issubclass(target, imported(former, prefix)):
+            continue
+        taken, _ = parameters_of(target)
+        for name in [str(name) for name in node if not str(name).startswith("_")]:
+            by_interpolation = OmegaConf.is_interpolation(node, name) and name in taken
+            if not by_interpolation and not any(f"{k}.".startswith(f"{prefix}.{name}.") for k in keys):
+                with open_dict(node):
+                    del node[name]
+    return names
+
+
+def _names_a_target(key: str) -> bool:
+    return key.endswith("._target_") and key.partition(".")[0] in GROUPS
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without the marks that add or remove it."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:
+    """The component that an option has by itself, empty if it has none."""
+    files = (folder / group / f"{choice}.yaml" for folder in folders)
+    content = next((load_yaml(file) for file in files if file.is_file()), None)
+    return str((content or {}).get("_target_", ""))

@@ -4,20 +4,21 @@ import contextlib
 import logging
 import string
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import configure_log
-from hydra.types import RunMode
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, configure_log, filter_overrides
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.cli.sweeps import raise_failures
 from dmlbench.config import composing, config_folders, register_schemas, settle
 from dmlbench.types import ConfigError, RunInUse, closest
 
@@ -146,3 +147,38 @@ class ProgressFriendlyHandler(logging.StreamHandler):
         from tqdm import tqdm
 
         tqdm.write(self.format(record), file=sys.stderr)
+
+
+class SweepFailed(Exception):
+    """Jobs of a sweep have failed; ``jobs`` has each one's own overrides and its error."""
+
+    def __init__(self, jobs: Sequence[tuple[str, Exception]], count: int) -> None:
+        super().__init__(f"{len(jobs)} of {count} runs failed: {'; '.join(name for name, _ in jobs)}")
+        self.jobs = tuple(jobs)
+
+
+def raise_failures(jobs: Sequence[JobReturn]) -> None:
+    """Raise ``SweepFailed`` if the return value of a job is an error."""
+    given = [list(job.overrides or ()) for job in jobs]
+    failed = []
+    for job, overrides in zip(jobs, given, strict=True):
+        if isinstance(job.return_value, Exception):
+            own = [override for override in overrides if any(override not in other for other in given)]
+            failed.append((" ".join(filter_overrides(own or overrides)), job.return_value))
+    if failed:
+        raise SweepFailed(failed, len(jobs))
+
+
+def launch(task: TaskFunction, jobs: Sequence[Sequence[str]], overrides: Sequence[str], first: int) -> list[JobReturn]:
+    """Run jobs of ``dmlbench train``, given by their overrides, with the launcher that ``overrides`` choose.
+
+    These are of Hydra's own keys and of those that they depend on. To be called inside of ``composing()``.
+    """
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    config = hydra.compose_config(
+        "train", ["hydra.mode=MULTIRUN", *overrides], RunMode.MULTIRUN, with_log_configuration=False, from_shell=False
+    )
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
+    done = Plugins.instance().instantiate_launcher(context, task, config).launch(jobs, first)
+    return list(done)

@@ -9,9 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from dmlbench.cli.arguments import CommandLine
+from dmlbench.cli.arguments import CommandLine, key_of
 from dmlbench.cli.command import run_command
-from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import config_folders
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 

@@ -1,4 +1,4 @@
-"""The console script ``dmlbench``: hands the command line to the sub-command's ``main`` or Hydra ``task``."""
+"""The console script ``dmlbench``: hands the command line to the command."""
 
 import ctypes
 import importlib
@@ -32,6 +32,8 @@ COMMANDS = {
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",
 }
+_WITH_MODULE, _WITH_WORD = ("train", "reproduce", "tune", "data"), ("oodml", "study")
+"""Commands that are no function of a configuration in ``cli/commands.py``: with a module, or with sub-commands."""
 _WITH_NETWORKS = ("train", "embed", "report", "reproduce", "tune", "study")
 
 
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
 
     # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
+    from dmlbench.cli import commands
     from dmlbench.cli.arguments import parse
     from dmlbench.cli.command import run_command
     from dmlbench.cli.errors import guarded
@@ -83,12 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
         if name in _WITH_NETWORKS:
             keep_freed_memory()
-        command = importlib.import_module(f"dmlbench.cli.{name}{'_' * keyword.iskeyword(name)}")
         line = parse(name, rest)
-        if hasattr(command, "main"):
-            command.main(line)
+        if name in _WITH_MODULE:
+            importlib.import_module(f"dmlbench.cli.{name}").main(line)
+        elif name in _WITH_WORD:
+            getattr(commands, name)(line)
         else:
-            run_command(name, command.task, line)
+            run_command(name, getattr(commands, name + "_" * keyword.iskeyword(name)), line)
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)  # a run that trains has a handler of its own

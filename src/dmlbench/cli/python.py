@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from dmlbench.apps.reevaluate import evaluate_from
+from dmlbench.apps.embeddings import evaluate_from
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.tables import build_tables, find_configs
-from dmlbench.apps.trained import distance_of_run
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.train import composed_run
 from dmlbench.config import compose, composing

@@ -2,20 +2,22 @@
 
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
-from omegaconf import DictConfig
+import hydra
+from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.table_rows import experiments, paper_tables, reproduce_of, states
-from dmlbench.cli.arguments import CommandLine
+from dmlbench.apps import table_rows
+from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of
+from dmlbench.cli.arguments import CommandLine, in_train, key_of
 from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.errors import groups
-from dmlbench.cli.table_selection import known_name, select_table, shard_of
-from dmlbench.cli.target_overrides import key_of
 from dmlbench.config import config_folders, schema_of
+from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def main(line: CommandLine) -> None:
         if cfg.list:
             _print_list(folders)
         elif cfg.measured:
-            from dmlbench.apps.published_tables import summarize_tables  # pandas comes with it
+            from dmlbench.results.table import summarize_tables  # pandas comes with it
 
             print(summarize_tables(Path(cfg.measured)), end="")
         else:
@@ -47,21 +49,15 @@ def main(line: CommandLine) -> None:
 
 def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
     """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers."""
-    own: list[str] = []
-    given: list[str] = []
-    launching: list[str] = []
+    known = [*keys, *_OF_RUNS]
     added = [path.name for path in line.config_dir.iterdir()] if line.config_dir else []
-    for override in line.overrides:
-        group = re.split("[./@]", key_of(override).strip())[0]
-        if group not in (*keys, *_OF_RUNS, *groups(), *added):
-            raise ConfigError(f"there is no key '{group}': {closest(group, [*keys, *_OF_RUNS])}")
-        if group in ("hydra", "paths"):
-            launching.append(override)
-        if group in keys:
-            own.append(override)
-        if (group not in keys and group != "hydra") or group == "paths":
-            given.append(override)
-    return replace(line, overrides=tuple(own)), given, launching
+    grouped = [(re.split("[./@]", key_of(override).strip())[0], override) for override in line.overrides]
+    if unknown := [group for group, _ in grouped if group not in (*known, *groups(), *added)]:
+        raise ConfigError(f"there is no key '{unknown[0]}': {closest(unknown[0], known)}")
+    own = tuple(override for group, override in grouped if group in keys)
+    given = [override for group, override in grouped if group == "paths" or group not in (*keys, "hydra")]
+    launching = [override for group, override in grouped if group in ("hydra", "paths")]
+    return replace(line, overrides=own), given, launching
 
 
 def _reproduce(
@@ -71,7 +67,7 @@ def _reproduce(
     log.info("planning %s", name)
     reproduce = reproduce_of(experiments(folders)[name])
     if reproduce.get("commands") and not reproduce.get("rows"):
-        from dmlbench.cli.table_commands import run_commands
+        from dmlbench.cli.table_runs import run_commands
 
         run_commands(name, reproduce, cfg, given, config_dir)
         return
@@ -83,10 +79,124 @@ def _reproduce(
 def _print_list(folders: Sequence[Path]) -> None:
     """Every table and figure of the papers with its state, a line each, then the other experiments."""
     known = experiments(folders)
-    names = paper_tables(folders)
+    names = table_rows.paper_tables(folders)
     width = max(map(len, names))
     for name in names:
-        told = "; ".join(states(name, reproduce_of(known.get(name)), name in known))
+        told = "; ".join(table_rows.states(name, reproduce_of(known.get(name)), name in known))
         print(f"{name:<{width}}  {shorten(told, _LINE - width - 2, placeholder='…')}")
     others = [name for name in known if name not in names]
     print(f"\nother experiments, which are tables of their own rows or grids: {', '.join(others)}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The selected part of an experiment's table (see ``apps.table_rows``)."""
+
+    name: str
+    file: Path
+    reproduce: Mapping[str, Any]
+    rows: tuple[Row, ...]  # with the command line's overrides
+    coordinates: Mapping[str, Sequence[int]]  # the requested folds and repeats, where they are narrowed
+    backbone: str  # the experiment's
+    part: tuple[str, ...]  # which part of the whole table this is, as in "dataset=cub200"; empty for the whole
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether a paper prints scores of it."""
+        return any(row.score is not None for row in self.rows)
+
+    @property
+    def wanted(self) -> list[tuple[str, ...]]:
+        """The overrides of all configs."""
+        return list(dict.fromkeys(row.overrides for row in self.rows if not row.blocker))
+
+    @property
+    def labels(self) -> dict[tuple[str, ...], str]:
+        """The label of the first row of each config."""
+        return {row.overrides: row.label for row in reversed(self.rows)}
+
+
+def known_name(name: str | None, folders: Sequence[Path]) -> str:
+    known = experiments(folders)
+    listed = list(dict.fromkeys([*table_rows.paper_tables(folders), *known]))
+    if name is None:
+        raise ConfigError("name a table, such as dmlbench reproduce gsp/table2; dmlbench reproduce --list shows all")
+    if name in known:
+        return name
+    if name in tables():
+        raise ConfigError(f"{name} has no experiment yet: none of its rows can be run by name")
+    raise ConfigError(f"no table or experiment is called '{name}': {closest(name, listed, most=len(listed))}")
+
+
+def shard_of(shard: str | None) -> tuple[int, int]:
+    if shard is None:
+        return 1, 1
+    match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", str(shard))
+    if match is None or int(match[1]) > int(match[2]):
+        raise ConfigError(f"shard: got {shard}, expected i/n with i from 1 to n, such as 2/4")
+    return int(match[1]), int(match[2])
+
+
+def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Sequence[str]) -> Table:
+    """The rows that a command line asks for; those of ``given`` in ``NARROWING`` choose among the paper's scores."""
+    from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
+
+    file = experiments(folders)[name]
+    reproduce = reproduce_of(file)
+    if (told := table_rows.instead_of_rows(reproduce)) and not reproduce.get("rows"):
+        raise ConfigError(f"{name} cannot be run: it {told}")
+    labels = None if cfg.rows is None else list(cfg.rows)
+    coordinates = {key: list(cfg[key]) for key in ("fold", "repeat") if cfg[key]}
+    choices, params = _composed(name)
+    part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
+    if reproduce.get("rows") and name in tables():
+        everything = table_rows.rows_of_paper(name, reproduce, choices)
+        groups = {key: options for key in NARROWING if (options := _options_of(given, key))}
+        rows = table_rows.narrowed(everything, labels, groups)
+        part = _part(rows, everything)
+        rest = in_train([override for override in given if key_of(override) not in NARROWING])
+    elif reproduce.get("rows"):
+        rows = table_rows.own_rows(name, reproduce, labels, _options_of(given, "dataset"))
+        rest = in_train([override for override in given if key_of(override) != "dataset"])
+        part += sorted(moving(given, choosing=()))
+    elif labels is None:
+        configs, named = table_rows.grid(params, in_train(given, is_grid=True))
+        coordinates = {**named, **coordinates}
+        also = [in_train([*table_rows.words(extra), *given], is_grid=True) for extra in reproduce.get("also", ())]
+        rows = [Row("", last_of_each([f"experiment={name}", *config])) for config in [*also, *configs]]
+        rest = []
+        part = sorted(moving(given, choosing=()))
+    else:
+        raise ConfigError(
+            f"{name} has no rows by name: narrow its grid, as in pooling=gap; see conf/experiment/{name}.yaml"
+        )
+    rows = [row if row.blocker else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
+    if all(row.blocker for row in rows):
+        why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))
+        raise ConfigError(f"{name}: nothing of what was asked for can be run ({why})")
+    return Table(name, file, reproduce, tuple(rows), coordinates, choices.get("backbone", ""), tuple(part))
+
+
+def _part(kept: Sequence[Row], everything: Sequence[Row]) -> list[str]:
+    """What the kept rows have in common, the same however they were selected."""
+    found = []
+    for key in (*NARROWING, "row"):
+        own, known = ({str(getattr(row.score, key)) for row in rows} for rows in (kept, everything))
+        if own != known:
+            found.append(f"{key}={','.join(sorted(own))}")
+    return found
+
+
+def _composed(name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The options that an experiment composes, and its grid."""
+    cfg = hydra.compose("train", [f"experiment={name}"], return_hydra_config=True)
+    if cfg.reproduce:
+        table_rows.check_reproduce(OmegaConf.to_container(cfg.reproduce, resolve=False), f"experiment={name}")
+    params: Any = OmegaConf.to_container(cfg.hydra.sweeper.params, resolve=False) if cfg.hydra.sweeper.params else {}
+    return {group: str(option) for group, option in cfg.hydra.runtime.choices.items()}, params
+
+
+def _options_of(given: Sequence[str], key: str) -> list[str]:
+    """The options that a command line names for a group, separated by commas."""
+    values = [override.partition("=")[2] for override in given if override.partition("=")[0].strip() == key]
+    return [option.strip() for value in values for option in value.strip("[]").split(",") if option.strip()]

@@ -1,24 +1,26 @@
-"""Compute every metric of a set of embeddings."""
+"""Compute every metric of a set of embeddings; tables of scores by query and class, and the queries with the lowest."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.evaluation.degenerate import degeneracies
-from dmlbench.evaluation.embeddings.sets import Array, sets_of_arrays
+from dmlbench.evaluation.embeddings.sets import Array, ids_of, labels_of, sets_of_arrays
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
-from dmlbench.evaluation.relevance import Relevance, relevance_of
+from dmlbench.evaluation.relevance import Relevance, degeneracies, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by
-from dmlbench.evaluation.search.rerank import Reranker, check_shortlist, rank_shortlists, rerank_nearest
+from dmlbench.evaluation.search.rerank import Reranker, check_shortlist, nearest, rank_shortlists, rerank_nearest
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec  # saved configurations name it as this module's
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, closest
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -33,13 +35,12 @@ class Evaluation:
     Attributes:
         scores: mean over the queries that have a positive, by name; then the scores of the whole set.
         per_query: [Q] by name; NaN for a query without a positive.
-        n_query: number of queries.
         n_gallery: number of gallery items searched (the queries, if no gallery was given).
         n_skipped_queries: queries without a positive, left out of the means.
         kmeans: library, settings and seed of the clusters of nmi and ami, or None.
         search: "exact", or "shortlist@N" where only N items of each query were ranked.
         p_at_1_by_chance: mean and standard deviation of P@1 over random rankings.
-        degenerate: signs of collapsed embeddings, a phrase each (see ``degenerate``).
+        degenerate: signs of collapsed embeddings, a phrase each (see ``degeneracies``).
     """
 
     scores: dict[str, float]
@@ -70,9 +71,8 @@ def evaluate(
     Args:
         queries: rows [Q, D].
         gallery: rows [N, D], or None: the queries are searched among themselves.
-        spec: what to compute; None is ``EvaluationSpec()``.
-        distance: the model's distance.
-        progress: whether to show a bar; only with a ``distance``.
+        spec: None is ``EvaluationSpec()``.
+        progress: show a bar; only with a ``distance``.
     """
     spec = spec or EvaluationSpec()
     reference = queries if gallery is None else gallery
@@ -109,7 +109,7 @@ def evaluate(
         kmeans=spec.kmeans + ON_GPU * on_gpu if clustered else None,
         search=spec.search,
         p_at_1_by_chance=relevance.p_at_1_by_chance(),
-        degenerate=degeneracies(queries, reference, relevance, cosine=own is None),
+        degenerate=tuple(degeneracies(queries, reference, relevance, cosine=own is None)),
     )
 
 
@@ -132,7 +132,7 @@ def evaluate_arrays(
         gallery_rows: [N, D] to search; None searches the queries among themselves.
         gallery_labels: [N].
         gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
-        spec: what to compute; None is ``EvaluationSpec()``.
+        spec: None is ``EvaluationSpec()``.
     """
     gallery = None
     if gallery_rows is not None and gallery_labels is not None:
@@ -183,3 +183,87 @@ def _rankings(
         )
     else:
         yield from search.ranked(k, by_rank, wanted=wanted)
+
+
+def per_query_table(queries: EmbeddingSet, evaluation: Evaluation) -> pd.DataFrame:
+    """One row per query: id, label and every score (NaN without a positive)."""
+    return pd.DataFrame({"id": ids_of(queries), "label": labels_of(queries), **evaluation.per_query})
+
+
+def per_class_table(
+    queries: EmbeddingSet, evaluation: Evaluation, *, class_names: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """One row per class of the queries, by label: number of queries, skipped ones, and mean scores of the others.
+
+    ``class_names`` by label make a column "class".
+    """
+    table = per_query_table(queries, evaluation).drop(columns="id")
+    names = list(evaluation.per_query)
+    grouped = table.groupby("label", sort=True)
+    result = grouped[names].mean().reset_index()
+    result.insert(1, "queries", grouped.size().to_numpy())
+    result.insert(2, "skipped", table[names[0]].isna().groupby(table["label"]).sum().to_numpy() if names else 0)
+    if class_names is not None:
+        result.insert(1, "class", [class_names[label] for label in result["label"]])
+    return result
+
+
+@dataclass(frozen=True)
+class HardQuery:
+    """A query with a low score, and its nearest gallery item."""
+
+    id: int
+    label: int
+    score: float
+    nearest_id: int
+    nearest_label: int
+    distance: float
+
+
+def check_hardest(count: int, metric: str, known: Sequence[str]) -> None:
+    """Raises ConfigError unless ``count`` is at least 1 and ``metric`` is in ``known``."""
+    if count < 1:
+        raise ConfigError(f"hardest ({count}) must be at least 1")
+    if metric not in known:
+        hint = closest(metric, known) if known else "it has none; add map_at_r to evaluation.metrics"
+        raise ConfigError(f"'{metric}' is no score of single queries in this evaluation: {hint}")
+
+
+def hardest_queries(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    evaluation: Evaluation,
+    *,
+    count: int,
+    metric: str,
+    tile_bytes: int = TILE_BYTES,
+    distance: "BaseDistance | None" = None,
+) -> list[HardQuery]:
+    """The ``count`` queries with the lowest ``metric``, lowest first. Queries without a positive are left out."""
+    check_hardest(count, metric, list(evaluation.per_query))
+    scores = evaluation.per_query[metric]
+    order = np.argsort(scores, kind="stable")  # NaN comes last
+    chosen = order[: min(count, int((~np.isnan(scores)).sum()))]
+    index = torch.from_numpy(chosen)
+    part = EmbeddingSet(queries.rows.cpu()[index], queries.labels.cpu()[index], queries.ids.cpu()[index])
+    reference = queries if gallery is None else gallery
+    on_host = EmbeddingSet(reference.rows.cpu(), reference.labels.cpu(), reference.ids.cpu())
+    found = nearest(part, on_host, 1, distance=distance, tile_bytes=tile_bytes)
+    first = found.index[:, 0].numpy()
+    return [
+        HardQuery(int(i), int(label), float(scores[q]), int(other), int(other_label), float(far))
+        for q, i, label, other, other_label, far in zip(
+            chosen,
+            ids_of(part),
+            labels_of(part),
+            ids_of(reference)[first],
+            labels_of(reference)[first],
+            found.distance[:, 0],
+            strict=True,
+        )
+    ]
+
+
+def to_csv(table: pd.DataFrame) -> bytes:
+    """CSV whose floats read back to the same numbers."""
+    return table.to_csv(index=False, na_rep="nan").encode()

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from dmlbench.evaluation.metrics.clustering import KmeansInit, KmeansLibrary, KmeansSettings
-from dmlbench.evaluation.metrics.table import (
-    DEFAULT_METRICS,
-    DEFAULT_RECALL_AT,
-    Score,
-    asked_scores,
-    score_names,
-)
+from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT, Score, asked_scores, score_names
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
 from dmlbench.runtime import select_device
 from dmlbench.types import ConfigError

@@ -1,11 +1,13 @@
-"""What losses share: a batch's labels on the device and on the host, and losses that take no pairs."""
+"""What losses share: a batch's labels on device and host, losses that take no pairs, and counters in checkpoints."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dmlbench.device_copies import to_device
+from dmlbench.runtime import generator
 from dmlbench.types import ConfigError
 
 
@@ -40,3 +42,59 @@ class WholeBatchLoss(nn.Module):
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The loss, a scalar."""
         raise NotImplementedError
+
+
+class Counters(nn.Module):
+    """A module with whole numbers: buffers for checkpoints, and Python values, for which nothing waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[str, int] = {}
+        self.register_load_state_dict_post_hook(_read_counts)
+
+    def register_count(self, name: str, value: int = 0) -> None:
+        self.register_buffer(name, torch.tensor(value))
+        self._counts[name] = value
+
+    def count_of(self, name: str) -> int:
+        return self._counts[name]
+
+    def set_count(self, name: str, value: int) -> None:
+        self._counts[name] = value
+        self.get_buffer(name).fill_(value)
+
+    def next_count(self, name: str) -> int:
+        """The count before it is raised by one; in evaluation mode it stands still."""
+        before = self._counts[name]
+        if self.training:
+            self.set_count(name, before + 1)
+        return before
+
+
+class BatchCount(Counters):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_count("batches")
+
+    def forward(self) -> int:
+        """Training batches before this one."""
+        return self.next_count("batches")
+
+
+class SeededDraws(Counters):
+    """A random generator for every training batch, of a seed and the number of batches so far.
+
+    The seed comes from torch's generator, hence from the run's seed. In evaluation mode every draw is the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_count("seed", int(torch.randint(2**62, ())))
+        self.register_count("draws")
+
+    def next_generator(self, purpose: str) -> np.random.Generator:
+        return generator(purpose, self.count_of("seed"), self.next_count("draws"))
+
+
+def _read_counts(module: Counters, _: object) -> None:
+    module._counts = {name: int(module.get_buffer(name)) for name in module._counts}

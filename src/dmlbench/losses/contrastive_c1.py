@@ -65,9 +65,8 @@ class ContrastiveC1(nn.Module):
         if len(references) <= COLUMNS or rows.device.type != "cpu":
             pull, constant = self._sums(rows, references, positive, negative)
         else:
-            parts = zip(
-                references.split(COLUMNS), positive.split(COLUMNS, dim=1), negative.split(COLUMNS, dim=1), strict=True
-            )
+            masks = (mask.split(COLUMNS, dim=1) for mask in (positive, negative))
+            parts = zip(references.split(COLUMNS), *masks, strict=True)
             pulls, constants = zip(*(self._sums(rows, *part) for part in parts), strict=True)
             pull, constant = sum(pulls[1:], pulls[0]), sum(constants[1:], constants[0])
         return ((pull * rows).sum() + constant) / len(rows)

@@ -1,7 +1,7 @@
 """DiVA: margin losses of parts of the embedding, each with its own triplets."""
 
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
 from dmlbench.types import ConfigError, check_at_least
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")  # of an embedding, equal in size, in their order
-
-Shared = Literal["permuted", "across_classes"]
-Intra = Literal["within_class", "permuted"]
 
 
 def unit_parts(embeddings: Tensor) -> dict[str, Tensor]:
@@ -52,7 +49,7 @@ class Diva(WholeBatchLoss):
     CompVis/Characterizing_Generalization_in_DML 0c70f0ec, ood_diva_main.py.
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(
         self,
@@ -61,8 +58,8 @@ class Diva(WholeBatchLoss):
         *,
         shared_weight: float = 0.3,
         intra_weight: float = 0.3,
-        shared: Shared = "permuted",
-        intra: Intra = "within_class",
+        shared: Literal["permuted", "across_classes"] = "permuted",
+        intra: Literal["within_class", "permuted"] = "within_class",
         margin: float = 0.2,
         beta: float = 1.2,
         learn_beta: bool = True,

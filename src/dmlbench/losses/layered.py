@@ -5,7 +5,7 @@ Letters: B images, L levels, r nodes of each, C classes, K of them compared with
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,9 @@ class LayeredLoss(nn.Module):
     Source: Zhang et al., Attributable Visual Similarity Learning, 2022, eq. 10.
     """
 
-    compares_levels: ClassVar[bool] = True
-    labels_on_host: ClassVar[bool] = True  # as losses and miners may want them
-    made_for_each_level: ClassVar[tuple[str, ...]] = ("loss", "miner")
+    compares_levels = True
+    labels_on_host = True  # as losses and miners may want them
+    made_for_each_level = ("loss", "miner")
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class LayeredProxyAnchor(WholeBatchLoss):
     zbr17/AVSL fd2686e4, collectors/avsl_collector.py, examples/samples_avsl.sh.
     """
 
-    compares_levels: ClassVar[bool] = True
-    has_proxies: ClassVar[bool] = True
-    labels_on_host: ClassVar[bool] = True
+    compares_levels = True
+    has_proxies = True
+    labels_on_host = True
 
     def __init__(
         self,
@@ -159,10 +159,7 @@ def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, 
 def checked_weights(level_weights: Sequence[float], final_weight: float, distance: LeveledDistance) -> list[float]:
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
-        raise ConfigError(
-            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels, such as "
-            f"{[1.0] * distance.num_levels}."
-        )
+        raise ConfigError(f"level_weights: got {weights}, expected {distance.num_levels} numbers, one for each level.")
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
             f"level_weights, final_weight: got {weights} and {final_weight}, expected at least 0 and a positive level."

@@ -1,7 +1,5 @@
 """LIBC: images of a batch exchange messages by attention."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,7 +25,7 @@ class Libc(WholeBatchLoss):
     net/utils.py, trainer.py.
     """
 
-    has_proxies: ClassVar[bool] = True
+    has_proxies = True
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """The margin loss as the ooDML study's code computes it."""
 
-from typing import ClassVar
-
 import torch
 from pytorch_metric_learning.utils.loss_and_miner_utils import convert_to_triplets, get_all_triplets_indices
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ class MarginOodml(nn.Module):
     criteria/margin.py.
     """
 
-    labels_on_host: ClassVar[bool] = True  # the number of all triplets decides shapes
+    labels_on_host = True  # the number of all triplets decides shapes
 
     def __init__(
         self, num_classes: int, *, margin: float = 0.2, beta: float = 0.6, learn_beta: bool = True, nu: float = 0.0

@@ -1,8 +1,8 @@
 """Metrix: mixtures of two embeddings, with labels interpolated by the same factor."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.counters import SeededDraws
+from dmlbench.losses.base import SeededDraws
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.types import ConfigError, IntArray, check_at_least, check_positive
 
 Pairs = Literal["positive_negative", "anchor_negative"]
-Variant = Literal["paper", "official"]
 BoolArray = NDArray[np.bool_]
 
 
@@ -52,7 +51,7 @@ class Metrix(SeededDraws):
     and mixup/.
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Metrix(SeededDraws):
         alpha: float = 2.0,
         pairs: Sequence[Pairs] = ("positive_negative", "anchor_negative"),
         num_hard_negatives: int | None = None,
-        variant: Variant = "paper",
+        variant: Literal["paper", "official"] = "paper",
     ) -> None:
         super().__init__()
         check_positive(weight=weight, alpha=alpha)
@@ -157,8 +156,6 @@ class Metrix(SeededDraws):
 _LEAST = 1e-12  # below it a squared length or distance counts as this much
 
 Batch = tuple[Tensor, Tensor]  # embeddings and labels, for reducers
-# of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch
-OfMixtures = Callable[[Any, Tensor, Tensor, float, Batch], Tensor]
 
 
 def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
@@ -182,8 +179,7 @@ def _contrastive(loss: ContrastiveLoss, s: Tensor, chosen: Tensor, share: float,
         f"{kind}_loss": {"losses": x if len(x) else 0, "indices": (anchor, negative), "reduction_type": f"{kind}_pair"}
         for kind, x in terms.items()
     }
-    value: Tensor = loss.reducer(of_each, *batch)
-    return value
+    return loss.reducer(of_each, *batch)
 
 
 def _multi_similarity(loss: MultiSimilarityLoss, s: Tensor, chosen: Tensor, share: float, batch: Batch) -> Tensor:
@@ -192,8 +188,7 @@ def _multi_similarity(loss: MultiSimilarityLoss, s: Tensor, chosen: Tensor, shar
     negative = _log1p_sum(loss.beta * margin(loss.base, d), chosen, 1 - share) / loss.beta
     anchors = torch.arange(len(s), device=s.device)
     of_each = {"losses": positive + negative, "indices": anchors, "reduction_type": "element"}
-    value: Tensor = loss.reducer({"loss": of_each}, *batch)
-    return value
+    return loss.reducer({"loss": of_each}, *batch)
 
 
 def _proxy_anchor(loss: ProxyAnchor, s: Tensor, chosen: Tensor, share: float, _: Batch) -> Tensor:
@@ -210,7 +205,8 @@ def _log1p_sum(exponents: Tensor, chosen: Tensor, factor: float) -> Tensor:
     return torch.cat([terms.new_zeros(len(terms), 1), terms], 1).logsumexp(1)
 
 
-_OF_MIXTURES: Mapping[type[nn.Module], OfMixtures] = {
+# of a loss, the cosines of anchors and mixtures [A, P, B], which of them count, lambda, and the batch
+_OF_MIXTURES: dict[type[nn.Module], Any] = {
     ContrastiveLoss: _contrastive,
     MultiSimilarityLoss: _multi_similarity,
     ProxyAnchor: _proxy_anchor,

@@ -1,7 +1,7 @@
 """Miners that pytorch-metric-learning (PML) lacks."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
@@ -13,7 +13,6 @@ from dmlbench.losses.base import BatchLabels
 from dmlbench.types import ConfigError, check_at_least
 
 Triplets = tuple[Tensor, Tensor, Tensor]
-Variant = Literal["official", "paper"]
 
 
 def log_inverse_density(distances: Tensor, size: int) -> Tensor:
@@ -76,7 +75,7 @@ class DistanceWeighted(nn.Module):
     at 1.4 is commented out.
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(self, *, cutoff: float = 0.5) -> None:
         super().__init__()
@@ -104,14 +103,14 @@ class SwitchedNegatives(nn.Module):
     batchminer/rho_distance.py.
     """
 
-    labels_on_host: ClassVar[bool] = True  # as the miner may want them
+    labels_on_host = True  # as the miner may want them
 
     def __init__(
         self,
         miner: Callable[[Tensor, Tensor], Triplets],
         *,
         switch_probability: float = 0.4,
-        variant: Variant = "official",
+        variant: Literal["official", "paper"] = "official",
     ) -> None:
         super().__init__()
         if not 0 <= switch_probability <= 1:
@@ -148,7 +147,7 @@ class RandomPositiveHardestNegative(nn.Module):
     (core/selectors/hard_selector.py).
     """
 
-    labels_on_host: ClassVar[bool] = True
+    labels_on_host = True
 
     def __init__(self, *, cutoff: float = 0.5, distance: BaseDistance | None = None) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
@@ -28,10 +28,10 @@ class Objective(nn.Module):
     With regularizers r_i of weights w_i the value is (1 - sum w_i) dml + sum w_i r_i ("convex") or dml + sum w_i r_i
     ("add"). A regularizer whose side outputs are absent (a pooling's prototypes have not started) is left out, its
     weight too.
-
-    Attributes:
-        key_momentum: of the momentum encoder that makes the side output "keys"; None where no regularizer requires it.
     """
+
+    regularizers: Mapping[str, Regularizer]
+    key_momentum: float | None  # of the momentum encoder that makes the side output "keys", where one is required
 
     def __init__(
         self,
@@ -59,24 +59,21 @@ class Objective(nn.Module):
             )
         self.loss = loss
         self.miner = miner
-        self.regularizers = nn.ModuleDict(dict(regularizers))
+        self.regularizers = nn.ModuleDict(dict(regularizers))  # type: ignore[assignment]
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in regularizers.values())
         if mixing == "convex" and total >= 1:
-            raise ConfigError(
-                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower them or set "
-                "regularizer.mixing=add."
-            )
+            raise ConfigError(f"regularizers' weights: got a sum of {total:g}, expected below 1 unless mixing=add.")
         momenta = {r.key_momentum for r in regularizers.values() if r.key_momentum is not None}
         if len(momenta) > 1:
             raise ConfigError(f"key_momentum: got {sorted(momenta)}, expected one momentum of all regularizers.")
         self.key_momentum = next(iter(momenta), None)
-        self._active: tuple[str, ...] = ()
+        self._active: set[str] = set()
 
     @property
     def requires(self) -> dict[str, tuple[str, ...]]:
         """Side outputs that each regularizer reads."""
-        return {name: cast("Regularizer", module).requires for name, module in self.regularizers.items()}
+        return {name: regularizer.requires for name, regularizer in self.regularizers.items()}
 
     def forward(self, output: ModelOutput, labels: Tensor, *, step: int) -> dict[str, Tensor]:
         """Value of every part and of the whole ("loss", what is differentiated); labels [B] are on the host."""
@@ -96,14 +93,15 @@ class Objective(nn.Module):
             return {"loss": dml, "dml": dml}
         parts = {"dml": dml}
         share, extra = 1.0, []
-        for name, module in self.regularizers.items():
-            regularizer = cast("Regularizer", module)
+        for name, regularizer in self.regularizers.items():
             if all(side in output.side for side in regularizer.requires):
                 given = ModelOutput(embeddings, output.side)
                 parts[name] = regularizer(given, labels.wanted_by(regularizer), self._plain_loss)
                 extra.append(regularizer.weight * parts[name])
                 share -= regularizer.weight if self.mixing == "convex" else 0.0
-        self._note(tuple(name for name in parts if name != "dml"), step)
+        for name in sorted(parts.keys() - {"dml", *self._active}):
+            logger.info("step %d: the regularizer '%s' takes part from here on", step, name)
+        self._active = {*parts}
         return {"loss": share * dml + sum(extra) if extra else dml, **parts}
 
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -112,27 +110,18 @@ class Objective(nn.Module):
 
     def _with_miner(self, loss: nn.Module, embeddings: Tensor, labels: BatchLabels) -> Tensor:
         indices_tuple = None if self.miner is None else self.miner(embeddings, labels.wanted_by(self.miner))
-        value: Tensor = loss(embeddings, labels.wanted_by(loss), indices_tuple)
-        return value
+        return loss(embeddings, labels.wanted_by(loss), indices_tuple)
 
     def check_labels(self, labels: Tensor | IntArray) -> None:
         """Check before the first step that loss and regularizers have parameters for all labels [N] of a run."""
         low, high = (int(x) for x in (labels.min(), labels.max()))
         known = {"loss": _num_classes(self.loss)}
-        for name, module in self.regularizers.items():
-            known[f"regularizer.{name}"] = cast("Regularizer", module).num_classes
+        known |= {f"regularizer.{name}": regularizer.num_classes for name, regularizer in self.regularizers.items()}
         for key, number in known.items():
             if number is not None and (low < 0 or high >= number):
                 raise ConfigError(
-                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set it to the number of "
-                    "training classes, ${runtime.num_classes}."
+                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set ${{runtime.num_classes}}."
                 )
-
-    def _note(self, active: tuple[str, ...], step: int) -> None:
-        if active != self._active:
-            for name in sorted(set(active) - set(self._active)):
-                logger.info("step %d: the regularizer '%s' takes part from here on", step, name)
-            self._active = active
 
 
 def plain_loss(loss: nn.Module) -> nn.Module:

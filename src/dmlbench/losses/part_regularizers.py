@@ -1,19 +1,17 @@
 """Regularizers of DiVA: decorrelation of parts, and self-similarity against a queue of keys."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dmlbench.losses.counters import Counters
+from dmlbench.losses.base import Counters
 from dmlbench.losses.diva import PARTS, check_parts, unit_parts
 from dmlbench.losses.miners import log_inverse_density
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
-
-Shares = Literal["of_batch", "of_queue"]
 
 _LOG_SMALLEST = math.log(1e-45)  # of a weight beside the largest, as in the code
 
@@ -67,7 +65,7 @@ class SelfSimilarity(Regularizer, Counters):
     criteria/fast_moco.py, and its README on ``--diva_fixed``; CompVis/Characterizing_Generalization_in_DML 0c70f0ec.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("keys",)
+    requires = ("keys",)
     queue: Tensor
 
     def __init__(
@@ -80,7 +78,7 @@ class SelfSimilarity(Regularizer, Counters):
         temperature: float = 0.01,
         nearest: float = 0.5,
         farthest: float = 1.4,
-        shares: Shares = "of_batch",
+        shares: Literal["of_batch", "of_queue"] = "of_batch",
     ) -> None:
         super().__init__(weight)
         check_at_least(1, queue_size=queue_size)

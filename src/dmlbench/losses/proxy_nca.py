@@ -1,14 +1,13 @@
 """ProxyNCA with the switches that lead from the original to ProxyNCA++."""
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dmlbench.losses.base import WholeBatchLoss
-from dmlbench.losses.proxy_cosines import loss_of_cosines
+from dmlbench.losses.proxy_anchor import loss_of_cosines
 from dmlbench.types import check_at_least, check_positive
 
 
@@ -24,7 +23,7 @@ class ProxyNca(WholeBatchLoss):
     ``scale`` multiplies the vectors: 3 there is a softmax_scale of 9 here.
     """
 
-    has_proxies: ClassVar[bool] = True
+    has_proxies = True
 
     def __init__(
         self,

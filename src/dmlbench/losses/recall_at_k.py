@@ -1,7 +1,6 @@
 """A differentiable stand-in for recall at k."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class RecallAtKSurrogate(WholeBatchLoss):
     yash0307/RecallatK_surrogate 416ea278, src/losses.py.
     """
 
-    labels_on_host: ClassVar[bool] = True  # how many pairs there are decides shapes
+    labels_on_host = True  # how many pairs there are decides shapes
 
     def __init__(
         self,

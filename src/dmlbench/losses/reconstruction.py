@@ -1,15 +1,13 @@
 """Regularizers by which prototypes reconstruct embeddings of the classes that they have seen, to compare XML with."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dmlbench.losses.cross_batch import solve_gram
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.losses.ridge import solve_gram
 from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
-
-Penalty = Literal["reconstruction", "dml"]
 
 
 def reconstruction_error(reconstructed: Tensor, pooled: Tensor) -> Tensor:
@@ -24,7 +22,7 @@ class ReconstructionRegularizer(Regularizer):
     (there without 1/B, which makes the weight independent of the batch size).
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("reconstruction", "pooled")
+    requires = ("reconstruction", "pooled")
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         dtype = output.embedding.dtype
@@ -47,8 +45,8 @@ class RecursiveRegularizer(Regularizer):
     prints V transposed). 2.7 states the same as an update, but its W lacks the factor alpha.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("histogram", "pooled")
-    labels_on_host: ClassVar[bool] = True  # as ``dml_loss`` wants them
+    requires = ("histogram", "pooled")
+    labels_on_host = True  # as ``dml_loss`` wants them
     gram: Tensor
     cross: Tensor
 
@@ -60,7 +58,7 @@ class RecursiveRegularizer(Regularizer):
         *,
         forgetting: float = 0.99,
         ridge: float = 0.05,
-        penalty: Penalty = "reconstruction",
+        penalty: Literal["reconstruction", "dml"] = "reconstruction",
     ) -> None:
         super().__init__(weight)
         check_at_least(1, num_prototypes=num_prototypes, embedding_size=embedding_size)

@@ -1,13 +1,12 @@
 """Simultaneous similarity-based self-distillation (S2SD): small embeddings learn from larger ones of the same batch."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
-from dmlbench.losses.counters import BatchCount
+from dmlbench.losses.base import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ModelOutput, check_at_least, check_positive
@@ -41,8 +40,8 @@ class SimilaritySelfDistillation(Regularizer):
     as in the code (MLforHealth/S2SD 1ef26e4e, criteria/s2sd.py, parameters.py).
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("features", "features_max")
-    labels_on_host: ClassVar[bool] = True  # as objectives want them
+    requires = ("features", "features_max")
+    labels_on_host = True  # as objectives want them
 
     def __init__(
         self,

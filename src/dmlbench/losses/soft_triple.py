@@ -1,6 +1,6 @@
 """SoftTriple: a softmax over classes with several centers each."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,6 @@ from torch.nn.functional import cross_entropy, normalize
 
 from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.types import check_at_least, check_positive
-
-Init = Literal["normal", "official"]
 
 
 class SoftTriple(WholeBatchLoss):
@@ -24,7 +22,7 @@ class SoftTriple(WholeBatchLoss):
     Source: Qian et al. 2019; code idstcv/SoftTriple, loss/SoftTriple.py (the 1e-5 is its own).
     """
 
-    has_proxies: ClassVar[bool] = True
+    has_proxies = True
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class SoftTriple(WholeBatchLoss):
         gamma: float = 0.1,
         margin: float = 0.01,
         tau: float = 0.2,
-        init: Init = "normal",
+        init: Literal["normal", "official"] = "normal",
     ) -> None:
         super().__init__()
         check_at_least(1, centers_per_class=centers_per_class)

@@ -1,13 +1,11 @@
 """Uniform prior: a discriminator pulls features towards a uniform distribution."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
 
-from dmlbench.losses.counters import BatchCount
+from dmlbench.losses.base import BatchCount
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_at_least
 
@@ -31,7 +29,7 @@ class UniformPrior(Regularizer):
     optimizer of its own and is one step ahead.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("features",)
+    requires = ("features",)
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
-from typing import ClassVar, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dmlbench.losses.base import BatchLabels
-from dmlbench.losses.counters import Counters
+from dmlbench.losses.base import BatchLabels, Counters
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
 Variant = Literal["paper", "gsp"]
@@ -36,7 +35,7 @@ class CrossBatchMemory(Counters):
     GSP supplement 1.6.7 and yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/losses/xbm.py.
     """
 
-    labels_on_host: ClassVar[bool] = True  # as the loss may want them
+    labels_on_host = True  # as the loss may want them
     rows: Tensor
     labels: Tensor
 
@@ -127,12 +126,9 @@ class CrossBatchMemory(Counters):
             negative = ~positive
             positive[torch.arange(len(own), device=own.device), own] = False
             if self.normalize_rows and (of_masks := getattr(self.loss, "of_masks", None)):  # without lists of pairs
-                return cast("Tensor", of_masks(normalize(embeddings), rows, positive, negative))
+                return of_masks(normalize(embeddings), rows, positive, negative)
             pairs = (*torch.where(positive), *torch.where(negative))
-        value: Tensor = self.loss(
-            embeddings, batch_labels.wanted_by(self.loss), pairs, ref_emb=rows, ref_labels=memory_labels
-        )
-        return value
+        return self.loss(embeddings, batch_labels.wanted_by(self.loss), pairs, ref_emb=rows, ref_labels=memory_labels)
 
 
 def _forget_batch(module: CrossBatchMemory, _: object) -> None:

@@ -1,15 +1,14 @@
 """Zero-shot regularization (ZSR): what predicts labels from prototype histograms must serve other classes, too."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.class_splits import ClassSplits, Halves, HalvesBy
+from dmlbench.losses.cross_batch import ClassSplits, Halves, HalvesBy, ridge_predict
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.losses.ridge import ridge_predict
 from dmlbench.types import ModelOutput, check_at_least, check_positive
 
 Reduction = Literal["batch", "halves"]
@@ -60,8 +59,8 @@ class ZeroShotRegularizer(Regularizer):
     (yetigurbuz/generalized-sum-pooling b765b889, zsr_loss.py; samplers.py and cifar_collage.py have the order of rows).
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("histogram",)
-    labels_on_host: ClassVar[bool] = True
+    requires = ("histogram",)
+    labels_on_host = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ Letters: B images, L levels, r nodes of each, C channels, S locations.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,6 @@ from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import LevelsHead, LevelsModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.types import ConfigError, ModelOutput
-
-Reliability = Literal["std", "learned"]
 
 
 class AvslHead(LevelsHead):
@@ -43,7 +41,7 @@ class AvslHead(LevelsHead):
     models/avsl_embedder.py.
     """
 
-    pools: ClassVar[bool] = True
+    pools = True
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class AvslHead(LevelsHead):
         top_k: int = 128,
         momentum: float = 0.5,
         inference: Inference = "rectified",
-        reliability: Reliability = "std",
+        reliability: Literal["std", "learned"] = "std",
         variant: Variant = "official",
         map_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -95,14 +93,10 @@ class AvslHead(LevelsHead):
         return AvslModel(backbone, self)
 
     def forward(self, maps: Sequence[Tensor], pooling: Pooling | None = None) -> ModelOutput:
-        """
-        Args:
-            maps: [B, C_l, H_l, W_l] for every level, low to high, of any sizes.
-            pooling: None.
+        """Rows [B, 2 L r] of maps [B, C_l, H_l, W_l] of every level, low to high, of any sizes.
 
-        Returns:
-            Rows [B, 2 L r] and side outputs "lower_l" and "higher_l" [B, r, S], l = 1 .. L - 1: the normalized
-            activation maps of adjacent levels, which edges are made of.
+        Side outputs "lower_l" and "higher_l" [B, r, S], l = 1 .. L - 1, are the normalized activation maps of adjacent
+        levels, which edges are made of.
         """
         if len(maps) != self.num_levels:
             raise ConfigError(f"maps: got {len(maps)}, expected {self.num_levels}, one for each level.")
@@ -141,10 +135,7 @@ class AvslHead(LevelsHead):
         """Activation maps [B, r, H, W] of a map [B, C, H, W] (eqs. 17, 19-21)."""
         size = x.shape[2] * x.shape[3]
         if size < 2:
-            raise ConfigError(
-                f"map of level {level + 1}: got a single location, expected several. Use larger images or a backbone "
-                "with a smaller stride."
-            )
+            raise ConfigError(f"map of level {level + 1}: got a single location, expected several. Use larger images.")
         if self.variant == "official":
             highest, place = F.adaptive_max_pool2d(x, 1, return_indices=True)
             linearized = x.flatten(2).scatter_add(2, place.flatten(2), size * highest.flatten(2)).view_as(x)
@@ -161,8 +152,7 @@ class AvslHead(LevelsHead):
             flat = F.normalize(activation.flatten(2), dim=2)
             if flat.shape[2] != len(weight):
                 raise ConfigError(
-                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)} for "
-                    "reliability=learned. Use one image size."
+                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)}. Use one size."
                 )
             return flat @ weight
         if self.variant == "official":
@@ -194,9 +184,8 @@ class AvslModel(LevelsModel):
     def observe(self, output: ModelOutput, *, step: int) -> dict[str, Tensor]:
         """Update the edges by a training batch.
 
-        Returns:
-            For the log, mean and maximum change of the edges between level n and the next: "edge_change_mean_<n>" and
-            "edge_change_max_<n>", n = 1 .. L - 1 (figure 9).
+        Returns their mean and maximum change between level n and the next for the log: "edge_change_mean_<n>" and
+        "edge_change_max_<n>", n = 1 .. L - 1 (figure 9).
         """
         pairs = [(output.side[f"lower_{n}"], output.side[f"higher_{n}"]) for n in range(1, self.distance.num_levels)]
         change = self.distance.observe(pairs)

@@ -1,44 +1,37 @@
 """AVSL's distance: nodes of several levels, unreliable ones replaced by what the level below infers.
 
-Letters: L levels, r nodes of each, Q and N images, P pairs of them.
+Letters: L levels, r nodes of each, k edges of a node, Q and N images, P pairs of them, u = 2^-24.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
-from dmlbench.models.avsl_rounding import float32_error
 from dmlbench.models.avsl_tiles import AvslTiles
-from dmlbench.models.borrowed_distances import InferredDistance, LevelDistance
 from dmlbench.types import ConfigError, RunError, check_at_least, check_share
 
 Variant = Literal["official", "paper"]
 Inference = Literal["rectified", "reliable", "top", "concat"]
 
 _EPSILON = 1e-8  # of the public code, in the sum of a node's edges
+_ROUNDING = 2.0**-24
+_SIGMOID_ROUNDINGS = 16  # of the value 1: several times what libraries, and fast exponentials of kernels, promise
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Parts of the distance of each pair; levels ascend.
+    """Parts of the distance of each pair; levels ascend."""
 
-    Attributes:
-        nodes: delta [P, L, r], squared differences.
-        reliabilities: p [P, L, r] in (0, 1); 1 at the lowest level.
-        rectified: delta-hat [P, L, r].
-        sensitivities: lambda [P, L, r]; the distance is the sum of sensitivities times nodes.
-        distance: [P].
-    """
-
-    nodes: Tensor
-    reliabilities: Tensor
-    rectified: Tensor
-    sensitivities: Tensor
-    distance: Tensor
+    nodes: Tensor  # delta [P, L, r], squared differences
+    reliabilities: Tensor  # p [P, L, r] in (0, 1); 1 at the lowest level
+    rectified: Tensor  # delta-hat [P, L, r]
+    sensitivities: Tensor  # lambda [P, L, r]; the distance is the sum of sensitivities times nodes
+    distance: Tensor  # [P]
 
 
 class AvslDistance(BaseDistance):
@@ -106,10 +99,7 @@ class AvslDistance(BaseDistance):
         """Embeddings and certainties [N, L, r] of rows [N, 2 L r]."""
         size = 2 * self.num_levels * self.level_size
         if rows.shape[-1] != size:
-            raise RunError(
-                f"rows of AVSL: got {rows.shape[-1]} numbers, expected {size} ({self.num_levels} levels of "
-                f"{self.level_size} nodes). Compare rows of one model."
-            )
+            raise RunError(f"rows of AVSL: got {rows.shape[-1]} numbers, expected {size}. Compare rows of one model.")
         parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))
         return parts[..., 0, :, :], parts[..., 1, :, :]
 
@@ -129,12 +119,9 @@ class AvslDistance(BaseDistance):
     def observe(self, maps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the edges by a training batch: the first is copied, later ones enter with 1 - momentum.
 
-        Args:
-            maps: for each pair of adjacent levels, from below, normalized activation maps [B, r, S] of the lower and of
-                the higher level at one size. An edge is the mean over the batch of their inner products (eq. 3).
-
-        Returns:
-            Mean and maximum of |new - old| edges, [L - 1, 2]; 0 at the first batch.
+        ``maps`` are, for each pair of adjacent levels from below, the normalized activation maps [B, r, S] of both at
+        one size. An edge is the mean over the batch of their inner products (eq. 3). Returns mean and maximum of
+        |new - old| edges, [L - 1, 2]; 0 at the first batch.
         """
         cast = [(low.to(self.edges.dtype), high.to(self.edges.dtype)) for low, high in maps]
         seen = torch.stack([torch.einsum("bis,bjs->ij", high, low) / len(high) for low, high in cast])
@@ -205,9 +192,58 @@ class AvslDistance(BaseDistance):
         """The top level's embeddings [N, r], whose Euclidean distance ranks candidates cheaply."""
         return self.levels(rows)[0][:, -1]
 
-    def float32_error(self, query_emb: Tensor, ref_emb: Tensor) -> tuple[float, float]:
-        """See ``avsl_rounding``."""
-        return float32_error(self, query_emb, ref_emb)
+    @torch.no_grad()
+    def float32_error(self, queries: Tensor, gallery: Tensor) -> tuple[float, float]:
+        """(relative, absolute): a float32 distance d of rows of two sets is right up to ``relative * d + absolute``.
+
+        It holds for every order of summation. With S^l >= the sum of a pair's nodes of level l, that is (largest
+        length of an e^l + that of an e'^l)^2, 4 for unit embeddings:
+
+        - All terms are products and sums of numbers >= 0, so that a rounding changes the distance by at most u of
+          itself. There are 3 roundings in a node, per level k + 2 in an edge, k in its product and 5 in the rest, and
+          r - 1 in the last sum: relative = (3 + (L - 1) (2 k + 7) + r) u / (1 - the same).
+        - A reliability errs by eps = 5 u gain (max |alpha| max |c| max |c'| + max |beta|) / 4 for its argument (the
+          sigmoid's slope is at most 1/4) + 16 u for the sigmoid + 4 u where p x + (1 - p) y is y + p (x - y). Such an
+          error moves weight between a node and what is inferred for it. With a^L = 1 and a^(l-1) = |W~|^T a^l, the
+          most that a node of a level can weigh: absolute = eps sum_{l >= 2} sum_{m <= l} max(a^m) S^m.
+
+        Without reliabilities (``top``, ``concat``) the distance is |x|^2 + |y|^2 - 2 x y of n numbers, which cancel:
+        n + 8 roundings of at most sum_l S^l.
+
+        Edges below 0 (variant paper) cancel. Then all is absolute: the first part times sum_l max(a^l) S^l; and the sum
+        that an edge is divided by errs by as many times more as the largest sum of a node's |W~|.
+
+        Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1.
+        """
+        lengths, certainty = [], []
+        for rows in (queries, gallery):
+            e, c = self.levels(rows)
+            lengths.append(e.norm(dim=-1).amax(0).double().cpu())  # [L]
+            certainty.append(float(c.abs().max()))
+        reach = (1.001 * (lengths[0] + lengths[1])).square().tolist()
+        if self.inference in ("top", "concat"):
+            counted = reach[-1:] if self.inference == "top" else reach
+            share = _gamma(8 + len(counted) * self.level_size)
+            return 0.0, share * sum(counted)
+        steepest = float(self.alpha.abs().max()) * certainty[0] * certainty[1] + float(self.beta.abs().max())
+        epsilon = 1.02 * _ROUNDING * (5 * self.gain * steepest / 4 + _SIGMOID_ROUNDINGS + 4)
+        if self.inference == "reliable":
+            return _bounded(_gamma(5 + self.level_size), epsilon * reach[-1])
+        self.require_edges()
+        edges = self.normalized_edges().double().cpu()
+        weight = torch.ones(self.level_size, dtype=torch.float64)
+        weighed = [reach[-1]]  # max(a^l) S^l, from above
+        for level in range(self.num_levels - 2, -1, -1):
+            weight = edges[level].abs().T @ weight
+            weighed.append(1.001 * float(weight.max()) * reach[level])
+        # level m counts once for every l >= max(m, 2)
+        absolute = epsilon * sum(x * min(place + 1, self.num_levels - 1) for place, x in enumerate(weighed))
+        excess = max(1.0, float(edges.abs().sum(-1).max()))
+        per_level = self.top_k * (1 + excess) + 7
+        relative = _gamma(3 + (self.num_levels - 1) * per_level + self.level_size)
+        if bool((edges < 0).any()):
+            return 0.0, absolute + relative * sum(weighed)
+        return _bounded(relative, absolute + 2.0**-100)  # squares of the least differences vanish
 
     def attribute(self, query_emb: Tensor, ref_emb: Tensor) -> Attribution:
         """Nodes, reliabilities and sensitivities of pairs of rows [P, 2 L r] (eq. 11).
@@ -233,10 +269,62 @@ class AvslDistance(BaseDistance):
         distance = (sensitivity * nodes).sum((-2, -1))
         return Attribution(nodes, reliability, torch.stack(rectified, -2), sensitivity, distance)
 
-    def level(self, index: int) -> LevelDistance:
+    def level(self, index: int) -> "LevelDistance":
         """Squared Euclidean distance of one level's unit embeddings, 0 being the lowest."""
         return LevelDistance(self, index)
 
-    def of_detached_nodes(self) -> InferredDistance:
+    def of_detached_nodes(self) -> "InferredDistance":
         """This distance with gradients to alpha, beta and certainties alone (eq. 10)."""
         return InferredDistance(self)
+
+
+class BorrowedDistance(BaseDistance):
+    """A model's distance for losses and miners, which must not register its parameters as their own."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner.normalize_embeddings, owner.p, owner.power, owner.is_inverted)
+        self.owner = (owner,)  # in a tuple, which registers no parameters
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self.owner[0].compute_mat(query_emb, ref_emb)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self.owner[0].pairwise_distance(query_emb, ref_emb)
+
+
+class LevelDistance(BorrowedDistance):
+    """Squared Euclidean distance of one level's part of AVSL's rows, 0 being the lowest."""
+
+    def __init__(self, owner: AvslDistance, index: int) -> None:
+        super().__init__(owner)
+        self._index = index
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        x, y = self._embeddings(query_emb), self._embeddings(ref_emb)
+        squares = x.square().sum(1)[:, None] + y.square().sum(1)[None]
+        return (squares - 2 * x @ y.T).clamp(min=0)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return (self._embeddings(query_emb) - self._embeddings(ref_emb)).square().sum(1)
+
+    def _embeddings(self, rows: Tensor) -> Tensor:
+        return self.owner[0].levels(rows)[0][:, self._index]
+
+
+class InferredDistance(BorrowedDistance):
+    """AVSL's distance of detached nodes: gradients reach alpha, beta and certainties alone."""
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self.pairwise_distance(query_emb[:, None], ref_emb[None])
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return self.owner[0].compute(query_emb, ref_emb, detach=True)
+
+
+def _gamma(roundings: float) -> float:
+    share = roundings * _ROUNDING
+    return 1.01 * share / (1 - share) if share < 0.01 else math.inf
+
+
+def _bounded(relative: float, absolute: float) -> tuple[float, float]:
+    return (relative, absolute) if math.isfinite(relative) else (0.0, math.inf)

@@ -129,8 +129,7 @@ class AvslTiles:
                 # zeros, as pairs that fill up a chunk are multiplied without having been written
                 shape = (self._pairs, self._distance.level_size)
                 setattr(self._buffers, name, torch.zeros(shape, dtype=self.dtype, device=self.device))
-        buffer: Tensor = getattr(self._buffers, name)
-        return buffer
+        return getattr(self._buffers, name)
 
     def _fill_rectified(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, out: Tensor) -> None:
         count = out.numel()

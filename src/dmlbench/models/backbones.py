@@ -341,8 +341,7 @@ class TimmBackbone(Backbone):
 
             def embed(images: Tensor) -> Tensor:
                 images = fit_images(images, name=self._name, model=model, pad=self._pad_images)
-                x: Tensor = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
-                return x
+                return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
             layers = [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
             found = {"patch_embed": Stage(embed, layers, list(model.parameters(recurse=False)))}

@@ -110,10 +110,7 @@ class DimlDistance(BaseDistance):
     def _parts(self, rows: Tensor) -> Tensor:
         count = 1 + self.grid_size**2
         if rows.shape[-1] % count:
-            raise RunError(
-                f"rows: got {rows.shape[-1]} numbers, expected a multiple of {count} (center and {self.grid_size} x "
-                f"{self.grid_size} cells). Embed the images again."
-            )
+            raise RunError(f"rows: got {rows.shape[-1]} numbers, expected a multiple of {count}. Embed images again.")
         return rows.unflatten(-1, (count, -1))
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:

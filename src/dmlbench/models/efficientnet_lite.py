@@ -17,15 +17,7 @@ WEIGHTS = {
 PACKAGE_VERSION = "0.1.0"
 
 _OUTER = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1"}
-_PLAIN = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
-_EXPANDING = {
-    "conv_pw": "_expand_conv",
-    "bn1": "_bn0",
-    "conv_dw": "_depthwise_conv",
-    "bn2": "_bn1",
-    "conv_pwl": "_project_conv",
-    "bn3": "_bn2",
-}
+_OF_BLOCK = ("_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2")  # some lack the first two
 
 
 class EfficientNetLite(TimmBackbone):
@@ -50,9 +42,7 @@ class EfficientNetLite(TimmBackbone):
         out_indices: Sequence[int] | None = None,
     ) -> None:
         if variant not in WEIGHTS:
-            raise ConfigError(
-                f"EfficientNet-Lite has no variant {variant}; choose one of {', '.join(map(str, WEIGHTS))}"
-            )
+            raise ConfigError(f"EfficientNet-Lite has no variant {variant}; choose one of {list(WEIGHTS)}")
         if weights_file is None and pretrained:
             weights_file = str(packaged_weights(variant))
         super().__init__(
@@ -85,23 +75,15 @@ def packaged_weights(variant: int) -> Path:
 def public_names(names: Sequence[str]) -> Mapping[str, str]:
     """The package's name for each of timm's names of tensors, without the classifier.
 
-    timm counts blocks within their stage, the package over all stages; blocks with expansion (which alone have a
-    ``conv_pwl``) and without have layers of different names.
+    Both list layers in their order. timm counts blocks within their stage, the package over all stages.
     """
-    blocks = sorted({_block(name) for name in names if name.startswith("blocks.")})
-    expanding = {_block(name) for name in names if ".conv_pwl." in name}
-    public = {}
+    blocks: dict[str, dict[str, None]] = {}  # the layers of each, in their order
     for name in names:
         if name.startswith("blocks."):
-            layer, tensor = name.split(".")[3:]
-            inner = _EXPANDING if _block(name) in expanding else _PLAIN
-            public[name] = f"_blocks.{blocks.index(_block(name))}.{inner[layer]}.{tensor}"
-        else:
-            layer, tensor = name.split(".")
-            public[name] = f"{_OUTER[layer]}.{tensor}"
-    return public
-
-
-def _block(name: str) -> tuple[int, int]:
-    _, stage, block, *_ = name.split(".")
-    return int(stage), int(block)
+            block, layer, _ = name.rsplit(".", 2)
+            blocks.setdefault(block, {})[layer] = None
+    public = dict(_OUTER)
+    for number, (block, layers) in enumerate(blocks.items()):
+        for layer, name in zip(layers, _OF_BLOCK[-len(layers) :], strict=True):
+            public[f"{block}.{layer}"] = f"_blocks.{number}.{name}"
+    return {name: f"{public[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}" for name in names}

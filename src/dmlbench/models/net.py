@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.diml import cells_of
-from dmlbench.models.head import Head
 from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.projection import Projection
+from dmlbench.models.projection import Head, Projection
 from dmlbench.types import ConfigError, ModelOutput
 
 NamedGroups = dict[str, list[tuple[str, nn.Parameter]]]
@@ -121,35 +120,45 @@ class PooledModel(MetricModel):
         """Embedding, not normalized, and the pooling's side outputs; with ``stored_pooled``, of pooled features."""
         if self.stored_pooled:
             return ModelOutput(self.projection.finished(self.projection(images.flatten(1)).to(torch.float32)), {})
-        x = self._features(images)
+        x = self.last_map(images)
         pooled: Pooled = self.pooling(x, self.projection)
         embedding = self.projection.finished(pooled.embedding.to(torch.float32))
         return ModelOutput(embedding, pooled.side | self._sides(x))
 
-    def _features(self, images: Tensor) -> Tensor:
+    def last_map(self, images: Tensor) -> Tensor:
         """What the pooling works on: [B, C, H, W], or the backbone's own vector as [B, C, 1, 1]."""
         if self.pooling.needs == "native":
             return self.backbone.native(self.backbone.preprocess(images))[:, :, None, None]
         return self.backbone.maps_of(images)[-1]
 
-    def pooled_features(self, images: Tensor) -> Tensor:
-        """What the projection works on, [B, C], for poolings that have no parameters and project at their end.
+    def pooled_features(self, images: Tensor) -> Tensor | None:
+        """What the projection works on, [B, C]; None of a pooling that projects before it pools."""
+        if self.stored_pooled:
+            return images.flatten(1)
+        calls: list[tuple[Tensor, Tensor]] = []
+        hook = self.projection.register_forward_hook(lambda _, given, output: calls.append((given[0], output)))
+        try:
+            embedding = self.pooling(self.last_map(images), self.projection).embedding
+        finally:
+            hook.remove()
+        pools_first = len(calls) == 1 and calls[0][0].ndim == 2 and calls[0][1] is embedding
+        return calls[0][0] if pools_first else None
+
+    def storable_features(self, images: Tensor) -> Tensor:
+        """``pooled_features`` of a pooling without parameters or state.
 
         Raises:
             ConfigError: of another pooling.
         """
-        name, remedy = type(self.pooling).__name__, "Set feature_cache.level=maps."
-        if any(p.requires_grad for p in self.pooling.parameters()) or [*self.pooling.buffers()]:
-            raise ConfigError(f"feature_cache.level: got pooled, but {name} has parameters or a state. {remedy}")
-        inputs: list[Tensor] = []
-        hook = self.projection.register_forward_hook(lambda _, given, output: inputs.append(given[0]))
-        try:
-            embedding = self.pooling(self._features(images), self.projection).embedding
-            if len(inputs) != 1 or inputs[0].ndim != 2 or not torch.equal(embedding, self.projection(inputs[0])):
-                raise ConfigError(f"feature_cache.level: got pooled, but {name} projects before it pools. {remedy}")
-        finally:
-            hook.remove()
-        return inputs[0]
+        pooling = self.pooling
+        learns = any(p.requires_grad for p in pooling.parameters()) or [*pooling.buffers()]
+        features = None if learns else self.pooled_features(images)
+        if features is None:
+            what = "has parameters or a state" if learns else "projects before it pools"
+            raise ConfigError(
+                f"feature_cache.level: got pooled, but {type(pooling).__name__} {what}. Set feature_cache.level=maps."
+            )
+        return features
 
     def require_cells(self) -> None:
         """Raise ConfigError where ``rows_with_cells`` has no map, or cells and embedding differ in width."""
@@ -167,7 +176,7 @@ class PooledModel(MetricModel):
     def rows_with_cells(self, images: Tensor, grid_size: int) -> Tensor:
         """Rows [B, (1 + g g) D] in float32: the embedding, then the projected map's g x g cells (``diml.cells_of``)."""
         self.require_cells()
-        x = self._features(images)
+        x = self.last_map(images)
         center = self.pooling(x, self.projection).embedding.to(torch.float32)
         cells = cells_of(self.projection(x), grid_size).to(torch.float32)
         rows = torch.cat([center[:, None], cells], dim=1)  # [B, 1 + g g, D]
@@ -175,7 +184,7 @@ class PooledModel(MetricModel):
 
     @torch.no_grad()
     def explain(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x = self._features(images)
+        x = self.last_map(images)
         return self.pooling.contributions(x, self.projection), self.pooling.nearest_prototypes(x, self.projection)
 
 

@@ -1,16 +1,35 @@
-"""The linear head: from a backbone's channels to the embedding's dimensions."""
+"""The interface of heads, and the linear head: from a backbone's channels to the embedding's dimensions."""
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from torch import Tensor, nn
 
 from dmlbench.models.closed_form import ClosedForm, Moments, closed_form
-from dmlbench.models.head import Head
 from dmlbench.types import ConfigError, check_at_least, check_choice
 
 Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out", "identity"] | ClosedForm
+
+
+class Head(nn.Module):
+    """From a backbone's maps to embeddings and their distance; ``conf/head`` names subclasses.
+
+    A constructor gets those of these arguments that it has:
+        in_features: channels of the pooling's input, mostly the last map.
+        in_channels: channels of every map, low to high.
+        map_sizes: height and width of every map.
+        out_features: dimensions that the pooling wants of a projection for the configured embedding.
+
+    A head of several levels has ``num_levels`` among its arguments.
+    """
+
+    pools: ClassVar[bool] = False  # without a ``Pooling``
+
+    def make_distance(self) -> BaseDistance:
+        """Euclidean distance of unit vectors, unless a head has its own."""
+        return LpDistance(normalize_embeddings=True, p=2, power=1)
 
 
 class Projection(Head):
@@ -92,10 +111,8 @@ class Projection(Head):
         """Take weight and bias of the closed form."""
         assert self.closed_form and self.bias is not None
         if self.out_features > self.in_features:
-            raise ConfigError(
-                f"head.out_features: got {self.out_features} for {self.closed_form}, expected at most "
-                f"{self.in_features}, the channels of the pooled features."
-            )
+            size, form = self.out_features, self.closed_form
+            raise ConfigError(f"head.out_features: got {size} for {form}, expected at most {self.in_features}.")
         weight, bias = closed_form(moments, self.closed_form, self.out_features, self.shrinkage)
         self.weight.copy_(weight)
         self.bias.copy_(bias)

@@ -66,10 +66,7 @@ def set_image_size(model: Any, image_size: int | Sequence[int], *, name: str, pa
     if len(size) != 2 or min(size) < 1:
         raise ConfigError(f"image_size {image_size} must be one positive number of pixels, or height and width")
     if not hasattr(model, "set_input_size"):
-        raise ConfigError(
-            f"timm's '{name}' has no image size that could be set (most convolutional networks take any); "
-            "leave image_size at null"
-        )
+        raise ConfigError(f"timm's '{name}' has no image size that could be set; leave image_size at null")
     embedding = _patch_embedding(model)
     if embedding is not None:
         patch = tuple(embedding.feat_ratio(as_scalar=False))

@@ -104,11 +104,8 @@ def transport_weights(
     ``transport_ratio = 1`` is average pooling: weights are 1/n without gradient, and the histogram is
     mean_j softmax_i(-smoothing c_ij).
 
-    Args:
-        cost: [B, m, n], not negative.
-        transport_ratio: mu in (0, 1], the share of the pixels' mass that is moved.
-        smoothing: epsilon > 0; large values select pixels sharply.
-        iterations: of ``fixed_point``, at least 1.
+    The cost [B, m, n] is not negative. ``transport_ratio`` is mu in (0, 1], the share of the pixels' mass that moves;
+    ``smoothing`` is epsilon > 0: large values select pixels sharply.
     """
     check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
     with torch.autocast(cost.device.type, enabled=False):

@@ -41,6 +41,5 @@ class UnitParts(Projection):
     def check_embedding_size(self, size: int) -> None:
         if size % len(self.weights):
             raise ConfigError(
-                f"head.out_features: got embeddings of {size} dimensions, expected a multiple of {len(self.weights)}, "
-                "the number of parts."
+                f"head.out_features: got embeddings of {size} dimensions, expected a multiple of {len(self.weights)}."
             )

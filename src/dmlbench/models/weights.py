@@ -40,9 +40,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         parts = ((str(key).partition("."), value) for key, value in content["model"].items())
         content = {name: value for (part, _, name), value in parts if part == "backbone"}
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        raise ConfigError(
-            f"weights file '{path}' holds no named tensors; expected a state_dict or {{'state_dict': ...}}"
-        )
+        raise ConfigError(f"weights file '{path}' holds no named tensors; expected a state_dict")
     weights = {str(key): value for key, value in content.items()}
     if all(key.startswith("module.") for key in weights):
         weights = {key.removeprefix("module."): value for key, value in weights.items()}
@@ -50,11 +48,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_weights(
-    module: nn.Module,
-    path: str | Path,
-    *,
-    ignore: Sequence[str] = (),
-    names: Mapping[str, str] | None = None,
+    module: nn.Module, path: str | Path, *, ignore: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> None:
     """Copy the weights of a file into a module; every name and shape has to agree.
 

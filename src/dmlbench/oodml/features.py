@@ -3,22 +3,20 @@
 import hashlib
 import json
 import logging
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from dmlbench import build
-from dmlbench.apps.trained import load_run
+from dmlbench.apps.loaded import load_run
 from dmlbench.components import component
 from dmlbench.config import load_config
-from dmlbench.data.batches.loaders import EvalBatches
-from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.oodml.frechet import Float
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.store import CONFIG
@@ -63,9 +61,13 @@ def features_of(cfg: DictConfig) -> Features:
         seed_everything(0)  # of weights that are random
         backbone = component(cfg.backbone)
         node, of_images = cfg.backbone, cfg.transform.eval
-        weights = f"{network_name(cfg)} with {_weights(cfg.backbone)}"
-    transform = component(of_images)
-    size = getattr(transform, "crop", None)
+        known = "pretrained weights" if cfg.backbone.get("pretrained") else "RANDOM weights"
+        if cfg.backbone.get("weights_file") is not None:
+            known = f"the weights of {Path(cfg.backbone.weights_file).name}"
+        elif known == "RANDOM weights":
+            log.warning("%s has random weights: its distances say little", cfg.backbone._target_)
+        weights = f"{network_name(cfg)} with {known}"
+    size = getattr(component(of_images), "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
     weights_digest = hashlib.sha256()
     for name, tensor in sorted(backbone.state_dict().items()):
@@ -81,23 +83,18 @@ def features_of(cfg: DictConfig) -> Features:
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     path = Path(cfg.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
-    rows = _kept(path, len(table))
-    if rows is None:
+    try:
+        rows = load_file(path)["rows"]
+        log.info("features from %s", path)
+    except (OSError, SafetensorError, KeyError):
         backbone.to(device).eval()
-        images = build.image_opener(cfg, table, device)(of_images)
-        batches = EvalBatches(
-            table, torch.arange(len(table)).numpy(), images=images, transform=transform,
-            batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
-        )  # fmt: skip
 
         def pooled(images: torch.Tensor) -> torch.Tensor:
             pooled_map: torch.Tensor = backbone(backbone.preprocess(images))[-1].mean(dim=(2, 3))
             return pooled_map
 
-        found = embed(
-            pooled, batches, device=device, describe="features", progress=sys.stderr.isatty(), count=len(table)
-        )
-        rows = found.rows.numpy()
+        every = np.arange(len(table))
+        rows = build.embedded(cfg, table, every, pooled, device, transform=of_images, describe="features").rows.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, save({"rows": rows}))
     return Features(table, rows.astype("float64"), measured_by, hashlib.sha256(rows.tobytes()).hexdigest())
@@ -108,29 +105,9 @@ def network_name(cfg: DictConfig) -> str:
     return str(cfg.backbone.get("name") or cfg.network)
 
 
-def _weights(backbone: DictConfig) -> str:
-    if backbone.get("weights_file") is not None:
-        return f"the weights of {Path(backbone.weights_file).name}"
-    if backbone.get("pretrained"):
-        return "pretrained weights"
-    log.warning("%s has random weights: its distances say little", backbone._target_)
-    return "RANDOM weights"
-
-
 def write_output(cfg: DictConfig, document: dict[str, Any]) -> list[str]:
     """Write a JSON document to ``cfg.output``, if that is given; return the lines to print."""
     if cfg.output is None:
         return []
     write_json(Path(cfg.output), document)
     return [f"written: {cfg.output}"]
-
-
-def _kept(path: Path, count: int) -> Any:
-    try:
-        rows = load_file(path)["rows"]
-    except (OSError, SafetensorError, KeyError):
-        return None
-    if rows.ndim != 2 or len(rows) != count:
-        return None
-    log.info("features from %s", path)
-    return rows

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -19,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.apps.trained import config_with_weights, load_run
+from dmlbench.apps.loaded import config_with_weights, load_run
 from dmlbench.components import component, imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
+from dmlbench.evaluation.embeddings.sets import check_finite
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -33,12 +35,13 @@ from dmlbench.experiment import Setup
 from dmlbench.losses.diva import Diva
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import distance_weighted_triplets
+from dmlbench.models.net import PooledModel
+from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.projection import Projection
-from dmlbench.oodml.cached_features import CachedFeatures, cache_features
 from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
 from dmlbench.oodml.split_runs import kept_of
 from dmlbench.results.store import CONFIG, read_result, require_own_files, require_tested
-from dmlbench.runtime import derive_seed, single_threaded_torch, write_json
+from dmlbench.runtime import Precision, autocast, derive_seed, single_threaded_torch, write_json
 from dmlbench.training.fit import BEST
 from dmlbench.training.optim import OptimizerSettings, make_optimizer
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_at_least, check_positive
@@ -141,6 +144,75 @@ class Compared:
         """(few-shot - zero-shot) / zero-shot of each episode; None where a zero-shot score is 0."""
         pairs = list(zip(self.zero_shot[score], self.few_shot[score], strict=True))
         return [(few - zero) / zero for zero, few in pairs] if all(zero for zero, _ in pairs) else None
+
+
+@dataclass(frozen=True)
+class CachedFeatures:
+    """Features of a run's images in main memory, from which a projection makes embeddings.
+
+    Attributes:
+        values: [N, C] if the projection follows the pooling, else the last maps [N, C, H, W].
+        pooling: of the maps; None if ``values`` are vectors.
+        batch_size: images whose embeddings are computed at once without gradients.
+    """
+
+    values: Tensor
+    pooling: Pooling | None
+    projection: Projection
+    device: torch.device
+    precision: Precision
+    batch_size: int
+
+    def embeddings(self, positions: Tensor, projection: Projection) -> Tensor:
+        """Embeddings [B, D] float32 of the images at ``positions`` [B], with gradients to the projection."""
+        values = self.values[positions].to(self.device)
+        with autocast(self.device, self.precision):
+            rows: Tensor = projection(values) if self.pooling is None else self.pooling(values, projection).embedding
+        return projection.finished(rows.to(torch.float32))
+
+    @torch.no_grad()
+    def all_embeddings(self, projection: Projection) -> Tensor:
+        """Embeddings [N, D] of all images, in main memory."""
+        parts = torch.arange(len(self.values)).split(self.batch_size)
+        return torch.cat([self.embeddings(part, projection).cpu() for part in parts])
+
+
+@torch.no_grad()
+def cache_features(setup: Setup, rows: IntArray, *, memory_bytes: int, describe: str) -> CachedFeatures:
+    """Pass images through the network once: pooled features, or maps if the pooling projects before it pools.
+
+    Args:
+        setup: a run with a linear head, in evaluation mode.
+        rows: [N] of its table.
+        memory_bytes: limit of the features.
+        describe: the run, for messages.
+    """
+    model, precision = setup.model, setup.settings.precision
+    assert isinstance(model, PooledModel)
+    memory_format = torch.channels_last if setup.settings.channels_last else torch.contiguous_format
+    values: Tensor | None = None
+    pools_first, done = True, 0
+    for batch in tqdm(setup.batches(rows), desc="features", disable=not sys.stderr.isatty(), leave=False):
+        images = batch.images.to(setup.device).contiguous(memory_format=memory_format)
+        with autocast(setup.device, precision):
+            part = model.pooled_features(images) if pools_first else model.last_map(images)
+            if part is None:
+                pools_first, part = False, model.last_map(images)
+        if values is None:
+            needed = len(rows) * part[0].numel() * part.element_size()
+            if needed > memory_bytes:
+                what = "pooled features" if pools_first else f"maps for {type(model.pooling).__name__}"
+                raise RunError(
+                    f"{describe}: {what} of {len(rows):,} images need {needed / 2**30:.2f} GiB, memory_bytes allows "
+                    f"{memory_bytes / 2**30:.2f} GiB. Set memory_bytes={needed} or more."
+                )
+            values = torch.empty((len(rows), *part.shape[1:]), dtype=part.dtype)
+        values[done : done + len(part)] = part.cpu()
+        check_finite(values[done : done + len(part)].flatten(1), batch.ids, what=f"{describe}: features")
+        done += len(part)
+    assert values is not None and done == len(rows)
+    pooling = None if pools_first else model.pooling
+    return CachedFeatures(values, pooling, model.projection, setup.device, precision, setup.eval_batch_size)
 
 
 def adapt(

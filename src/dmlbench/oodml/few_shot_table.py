@@ -26,19 +26,6 @@ Row = tuple[SplitRun, Mapping[int, Compared]]
 
 def few_shot(cfg: DictConfig) -> Iterator[str]:
     """Adapt the chosen runs, and write a table and figures of each group."""
-    plan = _plan(cfg)
-    scores = plan.spec.score_names
-    for title, stem, runs in grouped_runs(cfg):
-        rows = [(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers)) for run in runs]
-        table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
-        yield table.to_markdown()
-        table.write(stem, ["md", "csv"])
-        for score in scores:
-            draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
-        yield f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n"
-
-
-def _plan(cfg: DictConfig) -> FewShotPlan:
     shots = listed(cfg.shots)
     if any(type(k) is not int for k in shots):
         raise ConfigError(f"shots: got {cfg.shots}, expected whole numbers such as shots=2,5,10.")
@@ -49,7 +36,16 @@ def _plan(cfg: DictConfig) -> FewShotPlan:
         raise ConfigError("merge_order belongs to official=<file>. Leave it out.")
     keys = ("steps", "batch_size", "images_per_class", "beta", "margin", "lr_factor", "weight_decay", "memory_bytes")
     own = {key: cfg[key] for key in keys}
-    return FewShotPlan(tuple(shots), cfg.episodes, component(cfg.evaluation), official=official, **own)
+    plan = FewShotPlan(tuple(shots), cfg.episodes, component(cfg.evaluation), official=official, **own)
+    scores = plan.spec.score_names
+    for title, stem, runs in grouped_runs(cfg):
+        rows = [(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers)) for run in runs]
+        table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
+        yield table.to_markdown()
+        table.write(stem, ["md", "csv"])
+        for score in scores:
+            draw(title, rows, stem.with_name(f"{stem.name}-{score}.png"), score=score)
+        yield f"written: {stem}.md, .csv, and a picture for each of {', '.join(scores)}\n"
 
 
 def few_shot_table(title: str, rows: Sequence[Row], scores: Sequence[str]) -> Table:

@@ -1,7 +1,7 @@
 """The Fréchet distance of Gaussians fitted to two sets of features."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import scipy.linalg
@@ -11,7 +11,7 @@ from dmlbench.types import DataError, check_choice
 
 Float = NDArray[np.float64]
 Variant = Literal["exact_eig", "oodml", "pytorch_fid"]
-VARIANTS = ("exact_eig", "oodml", "pytorch_fid")
+VARIANTS = get_args(Variant)
 
 _OODML_RIDGE = 1e-8
 _PYTORCH_FID_RIDGE = 1e-6
@@ -64,9 +64,7 @@ def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False)
 
 
 def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
-    """Squared Fréchet distance between the Gaussians fitted to two sets of features, in float64.
-
-    d^2 = ||mean_a - mean_b||^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)), with unbiased covariances S of any rank.
+    """Squared Fréchet distance between Gaussians with the mean and unbiased covariance of two sets of features.
 
     Args:
         a: [n, d] features of images, or class means; n >= 2.
@@ -89,7 +87,13 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
             f"features of {first.shape[1]} and {second.shape[1]} numbers cannot be compared. Use one network for both."
         )
     if variant == "pytorch_fid":
-        return _by_matrix_root(first, second)
+        covariances = [np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (first, second)]
+        matrix_root: Any = scipy.linalg.sqrtm(covariances[0] @ covariances[1])
+        if not np.isfinite(matrix_root).all():
+            lift = _PYTORCH_FID_RIDGE * np.eye(first.shape[1])
+            matrix_root = scipy.linalg.sqrtm((covariances[0] + lift) @ (covariances[1] + lift))
+        difference = first.mean(axis=0) - second.mean(axis=0)
+        return float(difference @ difference + sum(map(np.trace, covariances)) - 2 * np.trace(matrix_root).real)
     gaussians = gaussian_of_rows(first), gaussian_of_rows(second)
     if variant == "exact_eig":
         return distance_of_gaussians(*gaussians)
@@ -98,16 +102,6 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     root = np.linalg.svd(lifted[0] @ lifted[1].T, compute_uv=False).sum()
     difference = gaussians[0].mean - gaussians[1].mean
     return float(difference @ difference + sum(g.total_variance for g in gaussians) - 2 * root)
-
-
-def _by_matrix_root(a: Float, b: Float) -> float:
-    covariances = [np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (a, b)]
-    root: Any = scipy.linalg.sqrtm(covariances[0] @ covariances[1])
-    if not np.isfinite(root).all():
-        ridge = _PYTORCH_FID_RIDGE * np.eye(a.shape[1])
-        root = scipy.linalg.sqrtm((covariances[0] + ridge) @ (covariances[1] + ridge))
-    difference = a.mean(axis=0) - b.mean(axis=0)
-    return float(difference @ difference + sum(np.trace(c) for c in covariances) - 2 * np.trace(root).real)
 
 
 def _checked(features: ArrayLike, which: str) -> Float:

@@ -32,12 +32,16 @@ def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
     spec: EvaluationSpec = component(cfg.evaluation)
     frozen = {str(name): _read_frozen(Path(str(name))) for name in listed(cfg.frozen)}
     unused = set(frozen)
+    scores = [score_named(name) for name in asked_columns(spec)]
     tables: list[Table] = []
     written: list[Path] = []
     found = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
     for (dataset, protocol), configs in found.items():
-        for i, (splits, alike) in enumerate(_by_splits(configs).items()):
-            scores = [score_named(name) for name in asked_columns(spec)]
+        by_splits: dict[Splits, list[ConfigSummary]] = {}
+        for config in configs:
+            if "by_split" in config.summary:
+                by_splits.setdefault(_splits(config.summary["by_split"]), []).append(config)
+        for i, (splits, alike) in enumerate(by_splits.items()):
             fit = [n for n, one in frozen.items() if one["dataset"] == dataset and _splits(one["by_split"]) == splits]
             unused -= set(fit)
             as_they_are = [frozen[name] for name in fit]
@@ -80,14 +84,6 @@ def _splits(by_split: Sequence[Mapping[str, Any]]) -> Splits:
     return tuple((str(own["split"]), float(own["distance"])) for own in by_split)
 
 
-def _by_splits(configs: Sequence[ConfigSummary]) -> dict[Splits, list[ConfigSummary]]:
-    groups: dict[Splits, list[ConfigSummary]] = {}
-    for config in configs:
-        if "by_split" in config.summary:
-            groups.setdefault(_splits(config.summary["by_split"]), []).append(config)
-    return groups
-
-
 def _table(
     dataset: str, protocol: str, configs: Sequence[ConfigSummary], splits: Splits, scores: Sequence[Score],
     spec: EvaluationSpec,
@@ -122,15 +118,12 @@ def _with_frozen(table: Table, frozen: Sequence[Mapping[str, Any]], scores: Sequ
     """Add rows of frozen features, which do not compete."""
     rows = []
     for one in frozen:
-        values = [
-            own.get(score.name)
+        given = [*(split["scores"] for split in one["by_split"]), one[AGS]]
+        rows.append([
+            None if (value := own.get(score.name)) is None else Entry(score.scale * value, None)
             for score in scores
-            for own in (*(split["scores"] for split in one["by_split"]), one[AGS])
-        ]
-        at = [score.scale for score in scores for _ in range(len(one["by_split"]) + 1)]
-        rows.append(
-            [None if value is None else Entry(scale * value, None) for value, scale in zip(values, at, strict=True)]
-        )
+            for own in given
+        ])  # fmt: skip
     labels = [f"as it is: {one['network']}" for one in frozen]
     added = pd.DataFrame(rows, labels, table.frame.columns, dtype=object)
     return dataclasses.replace(
@@ -145,9 +138,7 @@ def draw_over_distance(
 ) -> None:  # fmt: skip
     """Draw scores over the distance, and their differences from the mean of all configs (figure 2).
 
-    Args:
-        frozen: documents of ``dmlbench oodml frozen``, dashed and not part of the mean.
-        notes: below the figure.
+    Documents of ``dmlbench oodml frozen`` are dashed and not part of the mean.
     """
     at = [distance for _, distance in splits]
     curves = {}

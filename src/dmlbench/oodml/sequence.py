@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import scipy.sparse
@@ -14,9 +14,8 @@ from dmlbench.oodml.frechet import Float, Gaussian, distance_of_gaussians, gauss
 from dmlbench.types import DataError, IntArray, check_choice
 
 Over = Literal["class_means", "samples"]
-OVER = ("class_means", "samples")
+OVER = get_args(Over)
 Rule = Literal["nearest", "exchange_first"]
-RULES = ("nearest", "exchange_first")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Step:
         kind: "default" (the first), "exchanged", "reversed" (exchanged for a smaller distance) or "removed".
         count: classes exchanged so far, or removed from each half.
         train, test: classes, ascending.
-        distance: squared Fréchet distance between the halves.
+        distance: squared Fréchet distance.
     """
 
     kind: str
@@ -105,17 +104,23 @@ class _Half:
 
 class _Halves:
     def __init__(self, features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
-        _check_halves(features, train, test)
+        if shared := set(train) & set(test):
+            raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}.")
+        known = set(np.flatnonzero(np.diff(features.start)).tolist())
+        for name, classes in (("train", train), ("test", test)):
+            if len(classes) < 2:
+                raise DataError(f"{name} half: got {len(classes)} classes, expected two or more.")
+            if without := sorted(set(classes) - known):
+                raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}.")
         self.means = features.means
-        rows, start = (self.means, None) if features.over == "class_means" else (features.rows, features.start)
 
         def rows_of(classes: Sequence[int]) -> Float:
-            if start is None:
-                return rows[np.asarray(classes, dtype=np.int64)]
-            parts = [rows[start[c] : start[c + 1]] for c in classes]
-            return np.concatenate(parts) if parts else rows[:0]
+            if features.over == "class_means":
+                return features.means[np.asarray(classes, dtype=np.int64)]
+            parts = [features.rows[features.start[c] : features.start[c + 1]] for c in classes]
+            return np.concatenate([features.rows[:0], *parts])
 
-        self.both = tuple(_Half(rows_of, classes, rows.shape[1]) for classes in (train, test))
+        self.both = tuple(_Half(rows_of, classes, features.rows.shape[1]) for classes in (train, test))
 
     def distance(self) -> float:
         train, test = self.both
@@ -180,7 +185,6 @@ def exchange(
     With class means m_c and their means M, M' over both halves, the classes of the least |m_c - M'| - |m_c - M| go.
 
     Args:
-        steps: exchanges at most.
         memory: so many recently exchanged slots are kept.
         reverse: take the greatest instead, so that the halves become more alike.
 
@@ -206,15 +210,13 @@ def removal(
     """Yield the given split, then the split after every removal of ``per_step`` classes of each half.
 
     Args:
-        steps: removals at most.
         keep: share of each half's classes that must remain.
         rule: "nearest" removes the classes nearest to the center of the other half (paper); "exchange_first" tries an
             exchange, keeps it if it lowers the distance, and else removes those classes (public code).
-        memory: of "exchange_first", as in ``exchange``.
 
     Source: T. Milbich et al., NeurIPS 2021, section 3.3 and public code.
     """
-    check_choice("rule", rule, RULES)
+    check_choice("rule", rule, get_args(Rule))
     halves, lately = _Halves(features, train, test), _Memory(memory)
     least = [max(2, int(np.ceil(keep * len(half.slots)))) for half in halves.both]
     step = halves.step("removed", 0)
@@ -271,15 +273,3 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
         inner = picked[1:-1] or picked
         picked[picked.index(min(inner, key=lambda i: abs(i - default)))] = default
     return [ordered[i] for i in sorted(picked)]
-
-
-def _check_halves(features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
-    if shared := set(train) & set(test):
-        raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}.")
-    counts = np.diff(features.start)
-    for name, classes in (("train", train), ("test", test)):
-        if len(classes) < 2:
-            raise DataError(f"{name} half: got {len(classes)} classes, expected two or more.")
-        without = [c for c in classes if c >= len(counts) or not counts[c]]
-        if without:
-            raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}.")

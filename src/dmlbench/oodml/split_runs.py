@@ -25,12 +25,7 @@ Group = tuple[str, str]
 
 @dataclass(frozen=True)
 class SplitRun:
-    """A complete run.
-
-    Attributes:
-        label: the shortest of its config that is unique in its group.
-        differing: settings in which the configs of its group differ beyond their labels.
-    """
+    """A complete run, the shortest unique label of its config, and settings that differ beyond labels in its group."""
 
     path: Path
     result: Mapping[str, Any]
@@ -44,28 +39,23 @@ class SplitRun:
     @property
     def place(self) -> dict[str, Any]:
         """First columns of CSV files."""
-        names = {"row": self.label, "config": self.path.parent.name}
-        return {**names, "fold": self.fold, "repeat": int(self.result["repeat"])}
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        facts: Mapping[str, Any] = self.result.get("facts", {})
-        return facts
+        repeat = int(self.result["repeat"])
+        return {"row": self.label, "config": self.path.parent.name, "fold": self.fold, "repeat": repeat}
 
     @property
     def distance(self) -> float | None:
         """Distance between the halves of the split, if the protocol measures one."""
-        return self.facts.get("distance")
+        return self.result.get("facts", {}).get("distance")
 
     @property
     def kind(self) -> str | None:
         """Kind of the split, if known; ``default`` is the published one."""
-        return self.facts.get("kind")
+        return self.result.get("facts", {}).get("kind")
 
     @property
     def split(self) -> str:
         """Name of the split in tables and figures."""
-        name = self.facts.get("split", self.fold)
+        name = self.result.get("facts", {}).get("split", self.fold)
         return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
 
 
@@ -75,8 +65,8 @@ def grouped_runs(cfg: DictConfig) -> Iterator[tuple[str, Path, list[SplitRun]]]:
     set_strict_float32()
     folder = Path(cfg.paths.output_dir) / "tables"
     paths = chosen_runs(listed(cfg.get("run")), cfg.configs, cfg.paths.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     for (dataset, protocol), runs in named_runs(paths).items():
-        folder.mkdir(parents=True, exist_ok=True)
         yield f"{dataset} under {protocol}", folder / f"{cfg.name}-{dataset}-{protocol}", runs
 
 

@@ -9,21 +9,34 @@ import numpy as np
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.config import listed
 from dmlbench.data.given_splits import FORMAT, read_splits, validation_part
 from dmlbench.oodml.features import Features, features_of, network_name
-from dmlbench.oodml.pictures import draw_embedding, draw_progression
+from dmlbench.oodml.frechet import Float
 from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
 from dmlbench.runtime import read_json, write_json
-from dmlbench.types import ConfigError, DataError, ImageTable, is_file_name
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, check_at_least, is_file_name
 
 _MANY_CLASSES = 1000
+_SEED = 0
+"""Of the embedding in the figure."""
 
 
 def make_splits(cfg: DictConfig) -> Iterator[str]:
     """Exchange and remove classes, pick splits on the way, and write the file and its figures."""
-    _check(cfg)
-    others = [(path, _way_of(path)) for path in map(Path, map(str, listed(cfg.also)))]  # before the work
+    counts = ("exchanges", "reversed_exchanges", "removals", "alike", "points")
+    check_at_least(0, **{key: cfg[key] for key in counts})
+    check_at_least(1, per_step=cfg.per_step)
+    check_at_least(2, picks=cfg.picks)
+    if not 0 <= cfg.keep <= 1:
+        raise ConfigError(f"keep: got {cfg.keep}, expected a number in [0, 1].")
+    others = {}  # before the work
+    for also in map(Path, map(str, listed(cfg.also))):
+        read_splits(also)
+        others[also] = read_json(also) if also.suffix == ".json" else {}
+        if "way" not in others[also]:
+            raise DataError(f"'{also}' does not say the way to its splits; name a file of `dmlbench oodml splits`")
     features = features_of(cfg)
     table = features.table
     by_class = ClassFeatures.of(features.rows, table.labels, over=cfg.over)
@@ -43,16 +56,17 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
         back = exchange(by_class, train, test, steps=cfg.reversed_exchanges, per_step=per_step, memory=30, reverse=True)
         nearer = walked(back)[1:]
         furthest = max(away, key=lambda step: step.distance)
-        fewer = removal(
-            by_class, furthest.train, furthest.test, steps=cfg.removals, per_step=per_step, keep=cfg.keep
-        )  # fmt: skip
-        further = walked(fewer)[1:]
+        halves = furthest.train, furthest.test
+        further = walked(removal(by_class, *halves, steps=cfg.removals, per_step=per_step, keep=cfg.keep))[1:]
     picked = pick_evenly([*nearer, *away, *further], cfg.picks)
-    counts = np.diff(by_class.start)
-    paired = [c for c in (*train, *test) if counts[c] > 1]
+    images = np.diff(by_class.start)
+    paired = [c for c in (*train, *test) if images[c] > 1]
     alike = [alike_halves(by_class, paired, seed=seed) for seed in range(cfg.alike)] if paired else []
     notes = _notes(features, by_class, picked, len(train) + len(test) - len(paired))
-    path = Path(cfg.output or Path(cfg.paths.output_dir) / "oodml" / f"{table.name}-{_file_stem(cfg)}.json")
+    stem = network_name(cfg) if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
+    stem = (stem + ("" if cfg.over == "class_means" else f"-{cfg.over}")).replace("/", "_")
+    stem = f"{table.name}-{stem if is_file_name(stem) else 'splits'}"
+    path = Path(cfg.output or Path(cfg.paths.output_dir) / "oodml" / f"{stem}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "format": FORMAT,
@@ -68,12 +82,20 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
         },
         "notes": notes,
         "alike": alike,
-        "way": [_on_the_way(step) for step in (*reversed(nearer), *away, *further)],
+        "way": [
+            {key: getattr(step, key) for key in ("kind", "count", "distance")}
+            | {"n_train": len(step.train), "n_test": len(step.test)}
+            for step in (*reversed(nearer), *away, *further)
+        ],
         "splits": [_in_file(step, table, name=str(i)) for i, step in enumerate(picked, start=1)],
     }
     write_json(path, document)
     written = [path, path.with_name(f"{path.stem}-way.png")]
-    draw_progression(_labeled(document, others), written[1], dataset=table.name)
+    ways: dict[str, Mapping[str, Any]] = {features.measured_by: document}
+    for other, way in others.items():  # by file where the network is not enough
+        name = str(way["measured_by"])
+        ways[name if way["dataset"] == table.name and name not in ways else f"{name} ({other})"] = way
+    draw_progression(ways, written[1], dataset=table.name)
     if cfg.points:
         written.append(path.with_name(f"{path.stem}-embedding.png"))
         title = f"{table.name}, features of {features.measured_by}"
@@ -100,42 +122,11 @@ def halves_of(table: ImageTable) -> tuple[list[int], list[int]]:
     return train, test
 
 
-def _check(cfg: DictConfig) -> None:
-    for key, least in (
-        ("per_step", 1), ("exchanges", 0), ("reversed_exchanges", 0), ("removals", 0), ("picks", 2), ("alike", 0),
-        ("points", 0),
-    ):  # fmt: skip
-        if cfg[key] is not None and cfg[key] < least:
-            raise ConfigError(f"{key}: got {cfg[key]}, expected at least {least}.")
-    if not 0 <= cfg.keep <= 1:
-        raise ConfigError(f"keep: got {cfg.keep}, expected a number in [0, 1].")
-
-
-def _labeled(own: Mapping[str, Any], others: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
-    """Ways by network, and by file where the network is not enough."""
-    labeled = {str(own["measured_by"]): own}
-    for path, way in others:
-        measured_by = str(way["measured_by"])
-        plain = way["dataset"] == own["dataset"] and measured_by not in labeled
-        labeled[measured_by if plain else f"{measured_by} ({path})"] = way
-    return labeled
-
-
-def _way_of(path: Path) -> Mapping[str, Any]:
-    read_splits(path)
-    found = read_json(path) if path.suffix == ".json" else {}
-    if "way" not in found:
-        raise DataError(f"'{path}' does not say the way to its splits; name a file of `dmlbench oodml splits`")
-    return dict(found)
-
-
 def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], single: int) -> list[str]:
     notes = features.notes
-    dimension = features.rows.shape[1]
-    counts = np.diff(by_class.start)
-    over_means = by_class.over == "class_means"
-    halves = [half for step in picked for half in (step.train, step.test)]
-    least = min(len(half) if over_means else int(counts[list(half)].sum()) for half in halves)
+    dimension, over_means = features.rows.shape[1], by_class.over == "class_means"
+    rows = np.ones_like(by_class.start) if over_means else np.diff(by_class.start)
+    least = min(int(rows[list(half)].sum()) for step in picked for half in (step.train, step.test))
     if least <= dimension:
         what = "means of classes" if over_means else "images"
         rank = f"covariances of rank {least - 1} then, which are computed as they are"
@@ -145,22 +136,71 @@ def _notes(features: Features, by_class: ClassFeatures, picked: Sequence[Step], 
     return notes
 
 
-def _file_stem(cfg: DictConfig) -> str:
-    stem = network_name(cfg) if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
-    over = "" if cfg.over == "class_means" else f"-{cfg.over}"
-    name = f"{stem}{over}".replace("/", "_")
-    return name if is_file_name(name) else "splits"
-
-
-def _on_the_way(step: Step) -> dict[str, Any]:
-    sizes = {"n_train": len(step.train), "n_test": len(step.test)}
-    return {"kind": step.kind, "count": step.count, "distance": step.distance, **sizes}
-
-
 def _in_file(step: Step, table: ImageTable, *, name: str) -> dict[str, Any]:
     train, test = ([table.class_names[c] for c in half] for half in (step.train, step.test))
     fitted, validation = validation_part(train)
-    return {
-        "name": name, "kind": step.kind, "count": step.count, "distance": step.distance, "train": train, "test": test,
-        "fitted": list(fitted), "validation": list(validation),
-    }  # fmt: skip
+    own = {"name": name, "kind": step.kind, "count": step.count, "distance": step.distance}
+    return {**own, "train": train, "test": test, "fitted": list(fitted), "validation": list(validation)}
+
+
+def draw_progression(ways: Mapping[str, Mapping[str, Any]], path: Path, *, dataset: str) -> None:
+    """Draw distances over exchanged and removed classes; several ways are scaled to [0, 1] (figure S1).
+
+    Args:
+        ways: documents of ``dmlbench oodml splits`` by label.
+    """
+    normalized = len(ways) > 1
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, constrained_layout=True)
+    for name, file in ways.items():
+        steps = file["way"]
+        distances = np.array([step["distance"] for step in steps])
+        low, high = distances.min(), distances.max()
+        scaled = (distances - low) / (high - low) if normalized else distances
+        signed = [-step["count"] if step["kind"] == "reversed" else step["count"] for step in steps]
+        for axes, kinds in ((left, ("reversed", "default", "exchanged")), (right, ("removed",))):
+            chosen = [i for i, step in enumerate(steps) if step["kind"] in kinds]
+            if chosen:
+                axes.plot([signed[i] for i in chosen], scaled[chosen], marker=".", label=name)
+        if not normalized:
+            picked = [split["distance"] for split in file["splits"]]
+            for axes in (left, right):
+                for distance in picked:
+                    axes.axhline(distance, color="0.85", linewidth=0.8, zorder=0)
+            if file["alike"]:
+                left.axhline(np.mean(file["alike"]), color="tab:green", linestyle=":", label="same classes, at random")
+    left.axvline(0, color="0.6", linewidth=0.8)
+    left.set_xlabel("classes exchanged (left of 0: for halves more alike)")
+    right.set_xlabel("classes removed from each half")
+    left.set_ylabel("squared Fréchet distance" + (", brought to [0, 1]" if normalized else ""))
+    left.legend(fontsize=7)
+    grey = "" if normalized else "; grey lines: the splits in the file"
+    figure.suptitle(f"{dataset}: distance between train and test half{grey}", fontsize=9)
+    save_figure(figure, path)
+
+
+def draw_embedding(
+    rows: Float, labels: IntArray, picked: Sequence[Step], path: Path, *, points: int, title: str
+) -> None:
+    """Draw a random sample of images, colored by the halves of the easiest, a medium and the hardest split.
+
+    Source: T. Milbich et al., figure S2, which uses UMAP; here t-SNE (scikit-learn), after 50 principal components.
+    """
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
+    chosen = np.sort(np.random.default_rng(_SEED).permutation(len(rows))[:points])
+    some = PCA(min(50, len(chosen), rows.shape[1]), random_state=_SEED).fit_transform(rows[chosen])
+    perplexity = min(30, max(2, (len(chosen) - 1) // 3))
+    places = TSNE(init="pca", perplexity=perplexity, random_state=_SEED).fit_transform(some)
+    shown = {0: "easy", len(picked) // 2: "medium", len(picked) - 1: "hard"}
+    figure, panels = plt.subplots(1, len(shown), figsize=(3.4 * len(shown), 3.6), constrained_layout=True)
+    for axes, (i, name) in zip(np.atleast_1d(panels), shown.items(), strict=True):
+        step = picked[i]
+        for half, classes, color in (("train", step.train, "tab:blue"), ("test", step.test, "tab:red")):
+            mine = np.isin(labels[chosen], classes)
+            axes.scatter(*places[mine].T, s=4, color=color, alpha=0.6, linewidths=0, label=half)
+        axes.set_title(f"{name}: split {i + 1}, distance {step.distance:.1f}", fontsize=9)
+        axes.set(xticks=[], yticks=[])
+    np.atleast_1d(panels)[0].legend(fontsize=7, markerscale=3)
+    figure.suptitle(f"{title}: {len(chosen):,} of {len(rows):,} images by t-SNE", fontsize=8)
+    save_figure(figure, path)

@@ -4,6 +4,7 @@ Source: Roth et al., Revisiting Training Strategies and Generalization Performan
     (pi_intra, pi_inter, pi_density, rho); Milbich et al., NeurIPS 2021, section 4.3.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from omegaconf import DictConfig
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
+from dmlbench.apps.loaded import config_with_weights, distance_of_run, load_run
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.apps.trained import config_with_weights, distance_of_run, load_run
 from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, kept_of, notes_of, write_notes
-from dmlbench.results.run_scores import scores_of_run
+from dmlbench.results.rules import scores_of_run
 from dmlbench.results.store import read_result, require_own_files
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, write_json
@@ -158,12 +159,11 @@ def correlation(points: pd.DataFrame, measure: str, score: str) -> tuple[float, 
 
 def correlations(points: pd.DataFrame, scores: Sequence[str]) -> pd.DataFrame:
     """A line for each score and measure over all splits ("overall"), then on every split."""
-    lines: list[tuple[object, ...]] = []
-    for score in scores:
-        for measure in MEASURES:
-            lines.append((score, measure, "overall", *correlation(points, measure, score)))
-            for fold, own in points.groupby("fold"):
-                lines.append((score, measure, fold, *correlation(own, measure, score)))
+    parts: list[tuple[object, pd.DataFrame]] = [("overall", points), *points.groupby("fold")]
+    lines = [
+        (score, measure, split, *correlation(own, measure, score))
+        for score, measure, (split, own) in itertools.product(scores, MEASURES, parts)
+    ]
     return pd.DataFrame(lines, columns=["score", "measure", "split", "spearman", "points"])
 
 

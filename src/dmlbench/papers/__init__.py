@@ -28,12 +28,11 @@ class PaperTable:
     """Description of a paper's table.
 
     Attributes:
-        name: ``<paper>/<table>``, as in "gsp/table2".
+        name: such as "gsp/table2".
         about: what it compares.
         place: the section that it belongs to.
         unit: "percent", "ms", or "FID".
         numbers: what its means and standard deviations are over, as far as the paper says.
-        note: caveats; may be empty.
     """
 
     name: str
@@ -54,10 +53,9 @@ class PaperScore:
     Attributes:
         row: the paper's label of the row with its citation, and with that of its group ("C2+" and "GSP" are "C2+GSP").
         setting: what else the column stands for.
-        embedding_size: dimensions of the ranked embedding; of a concatenation, those of all models together.
+        embedding_size: of the ranked embedding; of a concatenation, those of all models together.
         kind: "separated" or "concatenated" models of the folds.
-        mean: the printed digits in the table's unit; None where the paper's text lacks it.
-        std: standard deviation; None where none is printed.
+        mean, std: the printed digits in the table's unit.
         origin: "own" (the authors ran it), "quoted" (from another paper) or "unknown".
         note: slips, doubts, and what is missing.
     """

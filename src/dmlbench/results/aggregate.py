@@ -8,17 +8,9 @@ from typing import Any
 
 from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.rules import COLLECTIONS, ConfigRuns, rule_named, stored_collections
-from dmlbench.results.run_scores import DistanceOf, spec_of_run
-from dmlbench.results.store import (
-    RESULT,
-    Coordinates,
-    RunInfo,
-    read_result,
-    require_own_files,
-    run_name,
-    runs_in,
-)
+from dmlbench.results import store
+from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
+from dmlbench.results.store import RESULT, Coordinates, RunInfo, run_name
 from dmlbench.runtime import read_json, remove_leftovers, write_json
 from dmlbench.types import RunError
 
@@ -26,10 +18,6 @@ log = logging.getLogger(__name__)
 
 AGGREGATE = "aggregate.json"
 AGGREGATE_SCHEMA = 1
-_KEYS = {
-    *("choices", "dataset_fingerprint", "missing", "n_collections", "n_gallery", "n_query", "n_runs"),
-    *("n_runs_not_started", "n_skipped_queries", "raw", "runs_sha256", "scored_on", "scores", "search", "val_is_test"),
-}
 
 
 def aggregate_config(
@@ -48,10 +36,7 @@ def aggregate_config(
     Args:
         runs: every run directory of the config, complete or not.
         spec: the scores to summarize, besides those that all runs have.
-        allow_partial: summarize although runs are missing.
-        distance_of: the distance of a run, by its directory; None is that of unit vectors.
         force: summarize and rank collections again; scores of single runs stay.
-        progress: whether to show a progress bar.
 
     Raises:
         RunError: runs are missing, or are of different data or seeds; another process summarizes the config.
@@ -60,13 +45,13 @@ def aggregate_config(
     spec = spec or EvaluationSpec()
     config_dir = runs[0].path.parent
     done = {(run.fold, run.repeat): run.path for run in runs if run.state == "done"}
-    results = {coordinates: read_result(path) for coordinates, path in sorted(done.items())}
+    results = {coordinates: store.read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
         raise RunError(f"{config_dir} has no complete run; `dmlbench status` tells what happened to them")
     for folder in (config_dir, *done.values()):
         remove_leftovers(folder)
     for key, result in results.items():
-        require_own_files(done[key], result)
+        store.require_own_files(done[key], result)
     first = next(iter(results.values()))
     foreign = [done[fold, repeat].name for fold, repeat in results if fold >= first["num_folds"]]
     if foreign:
@@ -86,7 +71,7 @@ def aggregate_config(
     rule = rule_named(first["aggregation"])
     _require_same(config_dir, results, one_test_set=getattr(rule, "one_test_set", True))
     spec = spec_of_run(spec, first)
-    source = hashlib.sha256(b"".join((done[key] / RESULT).read_bytes() for key in results)).hexdigest()
+    source = _results_sha256(done[key] for key in results)
     known = None if force else read_aggregate(config_dir)
     if known and (known["runs_sha256"], known["search"]) != (source, spec.search):
         known = None
@@ -116,6 +101,8 @@ def aggregate_config(
     notes = list(dict.fromkeys(note for result in results.values() for note in result.get("data_notes", ())))
     deviations = list(dict.fromkeys(d for result in results.values() for d in variants_and_deviations(result)))
     degenerate = _degenerate(results)
+    validated = [result["metrics"].get("val") or {} for result in results.values()]
+    of_all = [name for name in validated[0] if all(isinstance(scores.get(name), float) for scores in validated)]
     summary = {
         "schema": AGGREGATE_SCHEMA,
         **{key: first[key] for key in shared},
@@ -136,20 +123,13 @@ def aggregate_config(
         **({"deviations": deviations} if deviations else {}),
         **{key: first[key] for key in ("n_query_published", "imported", "rerank") if key in first},  # type: ignore[misc]
         **({"training": first["training"]} if "training" in first else {}),
-        "validation": _mean_validation(results),
+        "validation": {name: sum(scores[name] for scores in validated) / len(validated) for name in of_all},
         **rule.summarize(runs_of_config, spec),
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),
     }
     write_json(config_dir / AGGREGATE, summary)
     return summary
-
-
-def _mean_validation(results: Mapping[Coordinates, Mapping[str, Any]]) -> dict[str, float]:
-    """Mean validation scores over the runs, by which rows of a table can be chosen."""
-    own = [result["metrics"].get("val") or {} for result in results.values()]
-    names = [name for name, value in own[0].items() if all(isinstance(x.get(name), float) for x in own)]
-    return {name: sum(scores[name] for scores in own) / len(own) for name in names}
 
 
 def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:
@@ -194,30 +174,24 @@ def read_aggregate(config_dir: Path) -> dict[str, Any] | None:
     """The summary in a config's folder; None if there is none of this schema or, with a warning, if it is damaged."""
     try:
         summary = read_json(config_dir / AGGREGATE)
-        if summary.get("schema") != AGGREGATE_SCHEMA:
-            return None
-        if lacking := sorted(_KEYS - summary.keys()):
-            raise ValueError(f"it lacks {lacking[0]}")
     except FileNotFoundError:
         return None
     except ValueError as error:
         log.warning("%s is damaged (%s)", config_dir / AGGREGATE, error)
         return None
-    return summary
+    return summary if summary.get("schema") == AGGREGATE_SCHEMA else None
 
 
-def is_current(config_dir: Path, summary: Mapping[str, Any]) -> bool:
-    """Whether a summary was made from exactly the results in the config's folder."""
-    found = [(run.fold, run.repeat) for run in runs_in(config_dir) if (run.path / RESULT).exists()]
-    return is_of_runs(config_dir, summary, found)
+def is_current(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates] | None = None) -> bool:
+    """Whether a summary was made from exactly the present results of these runs, or of all in the config's folder."""
+    if coordinates is None:
+        coordinates = [(run.fold, run.repeat) for run in store.runs_in(config_dir) if (run.path / RESULT).exists()]
+    paths = [config_dir / run_name(key) for key in sorted(coordinates)]
+    return all((path / RESULT).is_file() for path in paths) and summary["runs_sha256"] == _results_sha256(paths)
 
 
-def is_of_runs(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates]) -> bool:
-    """Whether a summary was made from exactly the results of these runs, as they are now."""
-    results = [config_dir / run_name(key) / RESULT for key in sorted(coordinates)]
-    if not all(path.is_file() for path in results):
-        return False
-    return summary["runs_sha256"] == hashlib.sha256(b"".join(path.read_bytes() for path in results)).hexdigest()
+def _results_sha256(run_dirs: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join((run_dir / RESULT).read_bytes() for run_dir in run_dirs)).hexdigest()
 
 
 def _require_same(config_dir: Path, results: Mapping[Coordinates, Mapping[str, Any]], *, one_test_set: bool) -> None:

@@ -31,10 +31,6 @@ def make_table(
     """A row for each summary of ``aggregate_config``.
 
     Args:
-        title: above the table.
-        summaries: of the configs.
-        labels: of the rows.
-        metrics: names of the scores.
         facts: of the splits, as first columns.
         differing: notes on settings in which the rows differ beyond their labels.
     """
@@ -113,10 +109,8 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
     def gains(head: str, same_dimension: bool) -> list[str | None]:
         found: list[str | None] = []
         for summary in summaries:
-            own, base = (
-                score(summary),
-                best(head, summary.get("dimension", {}).get("separated") if same_dimension else None),
-            )
+            dimension = summary.get("dimension", {}).get("separated") if same_dimension else None
+            own, base = score(summary), best(head, dimension)
             found.append(None if own is None or base is None else f"{own - base:+.1f}")
         return found
 
@@ -223,7 +217,8 @@ def config_labels(
     for name, config, kind in zip(words, settings, kinds, strict=True):
         alike = zip(words, settings, kinds, strict=True)
         rivals = [other for word, other, of_kind in alike if (word, of_kind) == (name, kind)]
-        differing = sorted({key for other in rivals for key in other if _differs(key, rivals)})
+        keys = {key for other in rivals for key in other}
+        differing = sorted(key for key in keys if len({repr(other.get(key)) for other in rivals}) > 1)
         values = [f"{key}={config[key]}" for key in differing if config.get(key) is not None]
         reranking, untrained = kind
         labels.append(" ".join([name, *values]) + reranking + " (untrained)" * untrained)
@@ -255,10 +250,6 @@ def _reranking(config: Mapping[str, Any]) -> str:
     name = str(config["rerank._target_"]).rpartition(".")[2].removesuffix("Distance").upper()
     size, count = (config.get(key) for key in _OF_RERANK)
     return f" ({name}, {size} x {size}, first {count})"
-
-
-def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    return len({repr(config.get(key)) for config in configs}) > 1
 
 
 def _says_the_data(key: str) -> bool:

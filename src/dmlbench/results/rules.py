@@ -1,12 +1,14 @@
-"""Aggregation rules: how the runs of a config become one summary.
+"""Scores of complete runs by any metric, and aggregation rules: how the runs of a config become one summary.
 
 A protocol names its rule in ``aggregation``: a key of ``RULES``, or the importable name of an ``AggregationRule``.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import io
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,42 +16,116 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench.evaluation.embeddings.embed import load_embeddings
-from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_names
+from dmlbench.evaluation.evaluate import evaluate
+from dmlbench.evaluation.metrics.clustering import KmeansSettings, kmeans_of
+from dmlbench.evaluation.metrics.table import Score, in_table_order, of_queries, score_named, score_names
 from dmlbench.evaluation.search.rerank import Reranker
-from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.evaluation.spec import EvaluationSpec, shortlist_of
 from dmlbench.results.collections import collections, confidence_interval, mean_and_std, summarize
-from dmlbench.results.run_scores import DistanceOf, scores_of_run
-from dmlbench.results.store import EMBEDDINGS, Coordinates, locked, run_name
-from dmlbench.runtime import atomic_write
+from dmlbench.results.store import EMBEDDINGS, Coordinates, locked, require_own_files, require_tested, run_name
+from dmlbench.runtime import atomic_write, read_json, write_json
 from dmlbench.types import RunError, closest
 
 COLLECTIONS = "collections.csv"
-
 _JOINED = "concatenated_"
+DistanceOf = Callable[[Path], BaseDistance | None]
+"""The distance that compares a run's embeddings, by its directory; None is that of unit vectors."""
+SCORES = "scores.json"
+"""Scores computed after the run, next to its result, bound to the embeddings and the distance that they are of."""
+_SCHEMA = 1
+log = logging.getLogger(__name__)
+
+
+def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSpec:
+    """``spec`` with the run's own shortlist where it names none, and its own k-means where it has the defaults."""
+    shortlist = shortlist_of(result["search"]) if spec.shortlist is None else spec.shortlist
+    usual = KmeansSettings()
+    own = kmeans_of(result["kmeans"]) if result.get("kmeans") else usual
+    if spec.kmeans_settings != usual or dataclasses.replace(own, library=usual.library, seed=usual.seed) == usual:
+        return spec.replaced(shortlist=shortlist)
+    return spec.replaced(
+        shortlist=shortlist, **{f"kmeans_{key}": value for key, value in dataclasses.asdict(own).items()}
+    )
+
+
+def scores_of_run(
+    run_dir: Path, result: Mapping[str, Any], spec: EvaluationSpec, *, distance_of: DistanceOf, progress: bool = False
+) -> dict[str, float]:
+    """The requested test scores, and those of the result by the same search and k-means.
+
+    Scores that neither the result nor an earlier call has are computed from the embeddings and kept.
+
+    Raises:
+        RunError: a score is missing, and the run was never tested or its embeddings are gone.
+        ConfigError: a metric that the run's distance does not allow.
+    """
+    spec = spec_of_run(spec, result)
+    ways = {result["search"], result.get("kmeans"), ""}
+    tested = result["metrics"].get("test") or {}
+    known = {name: value for name, value in tested.items() if _way(score_named(name), spec) in ways}
+    missing = [score for score in spec.scores if score.name not in known]
+    if missing:
+        require_tested(run_dir, result)
+        if not (run_dir / EMBEDDINGS).exists():
+            raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
+        bound = require_own_files(run_dir, result)
+        kept = _kept(run_dir, bound)
+        for score in missing:
+            if score.name in (scores := kept.get(_way(score, spec), {})):
+                known[score.name] = scores[score.name]
+        missing = [score for score in missing if score.name not in known]
+    if missing:
+        names = [score.name for score in missing]
+        log.info("%s: computing %s from the stored embeddings", run_dir, ", ".join(names))
+        stored = load_embeddings(run_dir / EMBEDDINGS)
+        found = evaluate(
+            stored.queries, stored.gallery, spec.replaced(metrics=tuple(names)),
+            distance=distance_of(run_dir), progress=progress,
+        ).scores  # fmt: skip
+        known |= found
+        for score in missing:
+            kept.setdefault(_way(score, spec), {})[score.name] = found[score.name]
+        try:
+            write_json(run_dir / SCORES, {"schema": _SCHEMA, **bound, "scores": kept})
+        except OSError as error:
+            log.warning("%s cannot be written (%s): the scores are not kept", run_dir / SCORES, error.strerror)
+    return known
+
+
+def _way(score: Score, spec: EvaluationSpec) -> str:
+    """What a score depends on besides the embeddings: the search, or how clusters are found."""
+    if of_queries([score]):
+        return spec.search
+    return spec.kmeans if score.metric.reads == "clusters" else ""
+
+
+def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Scores that earlier calls computed from the same files."""
+    try:
+        held = read_json(run_dir / SCORES)
+        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
+            return {way: {name: float(v) for name, v in scores.items()} for way, scores in held["scores"].items()}
+        log.info("%s is of other embeddings; computing again", run_dir / SCORES)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged (%s); computing again", run_dir / SCORES, error)
+    return {}
 
 
 @dataclass(frozen=True)
 class ConfigRuns:
-    """The complete runs of a config.
-
-    Attributes:
-        path: folder of the config.
-        runs: run directories by fold and repeat, ascending.
-        results: ``result.json`` of each.
-        distance_of: the distance of a run, by its directory.
-        known: the config's summary so far, of the same runs.
-        force: rank collections again, although their scores are known.
-        progress: whether to show progress bars.
-    """
+    """The complete runs of a config."""
 
     path: Path
-    runs: Mapping[Coordinates, Path]
-    results: Mapping[Coordinates, Mapping[str, Any]]
+    runs: Mapping[Coordinates, Path]  # ascending
+    results: Mapping[Coordinates, Mapping[str, Any]]  # ``result.json`` of each
     distance_of: DistanceOf
-    known: Mapping[str, Any] | None = None
-    force: bool = False
+    known: Mapping[str, Any] | None = None  # the config's summary so far, of the same runs
+    force: bool = False  # rank collections again, although their scores are known
     progress: bool = False
 
     @property
@@ -65,19 +141,15 @@ class ConfigRuns:
 
 
 class AggregationRule(Protocol):
-    """What makes a summary of runs.
-
-    Attributes:
-        scored_on: which scores of the runs it summarizes.
-        spread: what its standard deviations are over, in words.
-        one_test_set: whether all folds are tested on the same images (optional, True).
-    """
+    """What makes a summary of runs; a rule whose folds have test sets of their own sets ``one_test_set`` to False."""
 
     @property
     def scored_on(self) -> Literal["test", "val"]: ...
 
     @property
-    def spread(self) -> str: ...
+    def spread(self) -> str:
+        """What its standard deviations are over, in words."""
+        ...
 
     def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
         """``{"scores": {kind: {score: {"mean", "std"}}}, "raw": scores of the runs by coordinates, ...}``."""
@@ -210,9 +282,7 @@ class OverSplits:
                 f"{config.path}: scores over distance need two splits or more of different distance, these runs have "
                 f"{len(set(distances))}; run other folds"
             )
-        repeats = [
-            repeat for repeat in sorted({key[1] for key in rows}) if all((fold, repeat) in rows for fold in folds)
-        ]
+        repeats = sorted({r for _, r in rows if all((fold, r) in rows for fold in folds)})
         if not repeats:
             raise RunError(
                 f"{config.path}: no repeat has all of the {len(folds)} splits that were run; run the missing ones"
@@ -225,16 +295,11 @@ class OverSplits:
             areas = area_under(curves, distances)
             for kind, values in (("AGS", areas), ("mean", curves.mean(axis=1))):
                 scores[kind][name] = mean_and_std(values)
-        by_split = [
-            {
-                "fold": fold,
-                **facts[fold],
-                "scores": {
-                    name: mean_and_std([row[name] for (f, _), row in rows.items() if f == fold]) for name in names
-                },
-            }
-            for fold in folds
-        ]
+        by_split = []
+        for fold in folds:
+            own = [row for (f, _), row in rows.items() if f == fold]
+            means = {name: mean_and_std([row[name] for row in own]) for name in names}
+            by_split.append({"fold": fold, **facts[fold], "scores": means})
         tested = {fold: next(r for (f, _), r in config.results.items() if f == fold) for fold in folds}
         counts = {key: sum(r[key] for r in tested.values()) for key in ("n_query", "n_gallery", "n_skipped_queries")}
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), "by_split": by_split, **counts}

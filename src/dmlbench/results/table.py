@@ -1,4 +1,4 @@
-"""A table of results, and how it is written: text, Markdown, CSV and LaTeX."""
+"""A table of results in text, Markdown, CSV and LaTeX, and a short form of written tables."""
 
 import itertools
 import re
@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.runtime import atomic_write
-from dmlbench.types import escape_latex
+from dmlbench.types import DataError, escape_latex
 
 _BEST = "percent; best of each column in bold"
+_KINDS = "(separated|concatenated)"
+_METRICS = ("P@1", "MAP@R")
+_ONE_REPEAT = re.compile(r"PARTIAL: (\d+ of \d+ runs), .*; one collection, hence no std")
 
 
 @dataclass(frozen=True)
@@ -28,33 +32,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """Entries and texts under heads, with notes.
+    """Entries, texts or None (printed as a dash) under heads, with notes.
 
-    Attributes:
-        title: above the table.
-        frame: entries, texts or None, printed as a dash; its index labels the rows; columns are heads or (group, head).
-        notes: lines under the table.
-        about: what the table is, after the title.
-        align: "l", "c" or "r" for the labels and each column; text and Markdown right-align what LaTeX centers.
-        blocks: heading of the block of each row; empty for a table without blocks.
-        higher_is_better: of each column, whether its highest mean is marked; empty where nothing is.
-        competes: of each row, whether it may be the best.
-        cautions: notes that the caption in LaTeX must not leave out.
-        row_notes: notes of each row, in the CSV.
-        data: what the CSV holds instead of means, standard deviations and ``row_notes``.
+    The index of ``frame`` labels the rows; its columns are heads or (group, head).
     """
 
     title: str
     frame: pd.DataFrame
-    notes: tuple[str, ...] = ()
-    about: str = ""
-    align: str = ""
-    blocks: tuple[str, ...] = ()
-    higher_is_better: tuple[bool, ...] = ()
-    competes: tuple[bool, ...] = ()
-    cautions: tuple[str, ...] = ()
-    row_notes: tuple[tuple[str, ...], ...] = ()
-    data: pd.DataFrame | None = None
+    notes: tuple[str, ...] = ()  # lines under the table
+    about: str = ""  # what the table is, after the title
+    align: str = ""  # "l", "c" or "r" for the labels and each column; text and Markdown right-align what LaTeX centers
+    blocks: tuple[str, ...] = ()  # heading of the block of each row
+    higher_is_better: tuple[bool, ...] = ()  # of each column, whether its highest mean is marked
+    competes: tuple[bool, ...] = ()  # of each row, whether it may be the best
+    cautions: tuple[str, ...] = ()  # notes that the caption in LaTeX must not leave out
+    row_notes: tuple[tuple[str, ...], ...] = ()  # notes of each row, in the CSV
+    data: pd.DataFrame | None = None  # what the CSV holds instead of means, standard deviations and ``row_notes``
 
     @property
     def columns(self) -> list[tuple[str, ...]]:
@@ -197,3 +190,43 @@ def markdown_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], align: s
     lines = (" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in [heads, *rows])
     head, *body = (f"| {line} |" for line in lines)
     return [head, rule, *body]
+
+
+def summarize_tables(folder: Path) -> str:
+    """Markdown of separated / concatenated scores of the tables below ``folder``, as ``dmlbench table`` writes them.
+
+    A table counts if all of its scores have a standard deviation, or if its rows have one run of every fold.
+    """
+    rows, notes = [], []
+    for path in sorted(folder.glob("*/*-*.csv")):
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        heads = [str(head).removesuffix(" mean") for head in table if str(head).endswith(" mean")]
+        columns = {m: [h for h in heads if re.fullmatch(rf"{_KINDS} \(.*\) {m}", h)] for m in _METRICS}
+        names = [name for of_metric in columns.values() for name in of_metric]
+        if not names or table.empty:
+            continue
+        means = table[[f"{name} mean" for name in names]].set_axis(names, axis=1).apply(pd.to_numeric)
+        deviations = table[[f"{name} std" for name in names]].set_axis(names, axis=1).apply(pd.to_numeric)
+        partial = {found[1] for note in table.get("notes", []) if (found := _ONE_REPEAT.search(note))}
+        scored = means.notna()
+        if not (scored.any(axis=1).all() and (scored <= deviations.notna()).all(axis=None)) and len(partial) != 1:
+            continue
+        is_best = means == means.max()
+        dataset, _, protocol = path.stem.rpartition("-")
+        place = f"[{dataset}]({path.with_suffix('.md')}), `{protocol}`{''.join(f', {n}' for n in partial)}"
+        for i, label in enumerate(table["row"]):
+            texts = {}
+            for name in names:
+                std = deviations[name][i]
+                text = str(Entry(means[name][i], None if pd.isna(std) else std)) if scored[name][i] else "–"
+                texts[name] = f"**{text}**" if is_best[name][i] else text
+            cells = [" / ".join(texts[name] for name in columns[metric]) for metric in _METRICS]
+            rows.append(["" if i else place, label, *cells])
+        notes += [f"{dataset}: {note}" for note in table.get("notes", [""])[0].split("; ") if OTHER_DATA in note]
+    if not rows:
+        raise DataError(
+            f"{folder} holds no table whose rows have deviations or one run of every fold; "
+            "name a folder such as outputs/published"
+        )
+    lines = markdown_lines(["data set, protocol", "method", *_METRICS], rows, "llll")
+    return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"

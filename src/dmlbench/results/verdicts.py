@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Any
 
+import pandas as pd
+
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.papers import PaperScore
+from dmlbench.results.cautions import rows_of_facts
+from dmlbench.results.table import Table
 
 REPRODUCED, DIFFERS, NOT_COMPARABLE = "reproduced", "differs", "not comparable"
 PARTIAL, NOT_RUN = "partial", "not run"
@@ -19,6 +23,8 @@ RULE = (
     f"reproduced: within the tolerance, two deviations of the difference (of both numbers together), at least {LEAST} "
     f"and at most {LARGEST:.0f} points"
 )
+_HEADS = ("score", "ours", "paper", "difference", "tolerance", "verdict")
+_OF_SCORE = ("row", "setting", "dataset", "backbone", "embedding_size", "protocol", "kind", "metric")
 
 
 def tolerance(paper_std: float | None, our_std: float | None) -> float:
@@ -28,22 +34,14 @@ def tolerance(paper_std: float | None, our_std: float | None) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A score of a paper and ours, both in the paper's unit.
-
-    Attributes:
-        score: the paper's.
-        verdict: one of the words above, or "quoted".
-        mean, std: ours.
-        kind: which of our scores it is: separated, concatenated, best or mean.
-        note: why it is not comparable, what it needs, or why it was not run.
-    """
+    """A score of a paper and ours, both in the paper's unit."""
 
     score: PaperScore
-    verdict: str
+    verdict: str  # one of the words above, or "quoted"
     mean: float | None = None
     std: float | None = None
-    kind: str = ""
-    note: str = ""
+    kind: str = ""  # which of our scores it is: separated, concatenated, best or mean
+    note: str = ""  # why it is not comparable, what it needs, or why it was not run
 
     @property
     def difference(self) -> float | None:
@@ -63,7 +61,6 @@ def compare(
     """Compare a paper's score with a config's.
 
     Args:
-        score: of the paper.
         summary: of ``aggregate_config``; None for a config without complete runs.
         reasons: why no score of this config is comparable with the paper's.
         label: of our metric, if it is not the paper's label.
@@ -118,3 +115,49 @@ def count_of_verdicts(verdicts: Iterable[str]) -> str:
     """How many scores have which verdict, such as "2 reproduced, 1 partial"."""
     kinds = (PARTIAL if verdict.startswith(PARTIAL) else verdict for verdict in verdicts)
     return ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
+
+
+def side_by_side(name: str, about: str, comparisons: Sequence[Comparison], notes: Sequence[str]) -> Table:
+    """The paper's table ``name`` vs. ours, in blocks of the same data set, backbone, protocol, size and setting."""
+    reasons = rows_of_facts([[c.note] if c.note else [] for c in comparisons], [c.score.row for c in comparisons])
+    foot = (
+        count_of_verdicts(comparison.verdict for comparison in comparisons),
+        f"percent, mean ± population std; {RULE}",
+        *(f"{', '.join(rows)}: {reason}" for reason, rows in reasons.items()),
+        *notes,
+    )
+    index = pd.Index([c.score.row for c in comparisons], name="row")
+    return Table(
+        name, pd.DataFrame(map(_cells, comparisons), index, _HEADS, dtype=object), foot, about, "llrrrrl",
+        blocks=tuple(_heading(c) or name for c in comparisons), cautions=foot,
+        data=pd.DataFrame(map(_values, comparisons), dtype=object),
+    )  # fmt: skip
+
+
+def _heading(comparison: Comparison) -> str:
+    score = comparison.score
+    size = f"{score.embedding_size}-D" if score.embedding_size else ""
+    words = (score.dataset, score.backbone, score.protocol, score.kind, size, score.setting)
+    return ", ".join(word for word in words if word)
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    score, difference, allowed = comparison.score, comparison.difference, comparison.tolerance
+    kinds = [word for word in comparison.kind.split(", ") if word and word not in ("separated", "concatenated")]
+    kind = f" ({', '.join(kinds)})" if kinds else ""
+    paper = "–" if score.mean is None else str(score.mean) + ("" if score.std is None else f" ± {score.std}")
+    ours = "–" if comparison.mean is None else f"{comparison.mean:.2f}"
+    ours += "" if comparison.std is None else f" ± {comparison.std:.2f}"
+    return [
+        score.metric, ours + kind, paper, "" if difference is None else f"{difference:+.2f}",
+        "" if allowed is None else f"{allowed:.2f}", comparison.verdict,
+    ]  # fmt: skip
+
+
+def _values(c: Comparison) -> dict[str, object]:
+    """A line of the CSV; ours with full precision."""
+    return {
+        **{column: getattr(c.score, column) for column in _OF_SCORE},
+        "ours": c.mean, "ours_std": c.std, "ours_is": c.kind, "paper": c.score.mean, "paper_std": c.score.std,
+        "difference": c.difference, "tolerance": c.tolerance, "verdict": c.verdict, "note": c.note,
+    }  # fmt: skip

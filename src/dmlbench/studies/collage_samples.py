@@ -18,13 +18,7 @@ from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt
 from dmlbench.data.readers.cifar import SIDE
-from dmlbench.data.readers.cifar_collage import (
-    BACKGROUND,
-    PARTS,
-    SUPER_CLASSES,
-    cifar100_collage,
-    classes_of_parts,
-)
+from dmlbench.data.readers.cifar_collage import BACKGROUND, PARTS, SUPER_CLASSES, cifar100_collage, classes_of_parts
 from dmlbench.studies.record import Claim, Findings, Parts
 from dmlbench.types import ConfigError, ImageTable, check_choice
 
@@ -106,8 +100,8 @@ def _taken_apart(table: ImageTable, source: ImageTable, known: Mapping[bytes, li
         target = [row_of[path] in rows for rows in candidates]
         others = [rows for rows, is_target in zip(candidates, target, strict=True) if not is_target]
         one["all"] += 1
-        one["names"].add(name)
         one["as"] += sum(target) == 1 and all(is_background[rows].any() for rows in others)
+        one["names"].add(name)
         one["target"].add(int(source.labels[row_of[path]]))
         for rows in others:
             classes = {int(source.labels[row]) for row in rows}
@@ -166,7 +160,7 @@ def _figure(
         row = source.paths.tolist().index(target)
         collages = {name: _of(table, target) for name, table in tables.items()}
         (public, _), (paper, _) = collages["public"], collages["paper"]
-        images = quadrants_of(public[None])[0]
+        images = quadrants_of(public)[0]
         origins = [known[_digest(image)] for image in images]
         others = [place for place, rows in enumerate(origins) if row not in rows]
         _show(line[0], _pixels(source)[row], _named(source, row))
@@ -175,7 +169,7 @@ def _figure(
         for panel, (image, part) in zip(line[4:6], collages.values(), strict=True):
             is_same = image is paper and np.array_equal(public, paper)
             _show(panel, image, _LONG.get(part, part) + ", the same" * is_same)
-            for place, quadrant in enumerate(quadrants_of(image[None])[0]):
+            for place, quadrant in enumerate(quadrants_of(image)[0]):
                 if row in known[_digest(quadrant)]:
                     corner = (SIDE * (place % 2) - 0.5, SIDE * (place // 2) - 0.5)
                     panel.add_patch(Rectangle(corner, SIDE, SIDE, fill=False, edgecolor="red", linewidth=2))
@@ -185,8 +179,7 @@ def _figure(
 
 def _show(axes: Axes, image: Pixels, label: str) -> None:
     axes.imshow(image, interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.set_xlabel(label, fontsize=7.5)
 
 

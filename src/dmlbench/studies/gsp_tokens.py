@@ -146,7 +146,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     found = parts.get(list(names), lambda name: _trained(*names[name], cfg, parts), describe="trainings")
     by_way = {way: [found[f"{way}, seed {seed}"] for seed in seeds] for way in _TITLES}
     columns = ("map_at_r", "p_at_1", "background", "overlap")
-    rows = tuple((_TITLES[way], *(spread([one[key] for one in runs]) for key in columns), _steps(runs))
+    steps = {way: ", ".join(f"{one['best_step']} of {one['steps']}" for one in runs) for way, runs in by_way.items()}
+    rows = tuple((_TITLES[way], *(spread([one[key] for one in runs]) for key in columns), steps[way])
                  for way, runs in by_way.items())  # fmt: skip
     means = {way: {key: float(np.mean([one[key] for one in runs])) for key in columns} for way, runs in by_way.items()}
     gap, gsp = means["gap"], means["gsp"]
@@ -178,10 +179,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     return Findings(title, heads, rows, claims, notes, _figure(found, cfg.seed, title))
 
 
-def _steps(runs: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{one['best_step']} of {one['steps']}" for one in runs)
-
-
 def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, Any]:
     mixing = {"mixing_mean": cfg.mixing_mean, "mixing_std": cfg.mixing_std}
     validation, test = (
@@ -208,20 +205,16 @@ def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, An
     folder = parts.path.with_name(f"{parts.path.stem}.running") / f"{way}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     cpu = torch.device("cpu")
-    result = fit(
-        model, objective, batches, validate, optimizer, settings, folder, device=cpu
-    )  # resumes from the folder
+    result = fit(model, objective, batches, validate, optimizer, settings, folder, device=cpu)  # resumes
     shutil.rmtree(folder.parent if len(list(folder.parent.iterdir())) == 1 else folder)
     model.eval()
     numbers, labels = test
     rows = model(numbers).embedding.detach().double().numpy()
     tokens = model.tokens.detach().double().numpy()
-    plane = np.eye(rows.shape[1], 2) if rows.shape[1] == 2 else np.linalg.svd(rows - rows.mean(axis=0))[2][:2].T
-    prototypes = (
-        model.pooling.get_parameter("prototypes").detach().double().numpy()
-        if way == "gsp"
-        else np.empty((0, rows.shape[1]))
-    )
+    plane = np.eye(2) if rows.shape[1] == 2 else np.linalg.svd(rows - rows.mean(axis=0))[2][:2].T
+    prototypes = np.empty((0, rows.shape[1]))
+    if way == "gsp":
+        prototypes = model.pooling.get_parameter("prototypes").detach().double().numpy()
     return {
         **scores(model, numbers, labels),
         "background": weight_of_background(model, numbers),

@@ -40,15 +40,9 @@ def linear_program(cost: Float, ratio: float) -> Float:
     The nearest pixels are taken whole until their mass is ``ratio``, the last of them in part.
     """
     pixels = cost.shape[1]
-    weights = np.zeros(pixels)
-    left = ratio
-    for pixel in np.argsort(cost.min(axis=0), kind="stable"):
-        taken = min(left, 1 / pixels)
-        weights[pixel] = taken / ratio
-        left -= taken
-        if left <= 0:
-            break
-    return weights
+    weights = np.empty(pixels)
+    weights[np.argsort(cost.min(axis=0), kind="stable")] = np.clip(ratio - np.arange(pixels) / pixels, 0, 1 / pixels)
+    return weights / ratio
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
@@ -121,7 +115,6 @@ def _figure(found: Mapping[str, Any], colors: Float, title: str) -> Figure:
         axes.imshow(np.array(weights).reshape(SIDE, SIDE), cmap="Greys", vmin=0, vmax=max(weights))
         axes.set_title(name, fontsize=9)
     for axes in panels:
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
     figure.suptitle(f"{title}: higher ones darker, each from 0 to its largest", fontsize=9)
     return figure

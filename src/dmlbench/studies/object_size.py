@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from PIL import Image
 
+from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.pictures import plt
-from dmlbench.apps.trained import distance_of_run
 from dmlbench.components import component
 from dmlbench.config import load_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
@@ -73,17 +74,16 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         return _of_run(runs[name][1], edges, parts)
 
     found = parts.get(list(runs), compute, describe="runs")
-    means = {
-        way: [_mean([found[name]["recall"][i] for name, (of, _) in runs.items() if of == way])
-              for i in range(len(edges) - 1)] for way in _WAYS
-    }  # fmt: skip
+    of_ways = {way: [found[name]["recall"] for name, (of, _) in runs.items() if of == way] for way in _WAYS}
+    means = {way: pd.DataFrame(recalls, dtype=float).mean().tolist() for way, recalls in of_ways.items()}
     counts = found["gap 0"]["count"]
     sizes = [f"{100 * low:.0f} to {100 * high:.0f} %" for low, high in pairwise(edges)]
     rows = tuple(
-        (size, f"{count:,}", *("–" if means[way][i] is None else f"{100 * means[way][i]:.1f}" for way in _WAYS))
+        (size, f"{count:,}", *("–" if np.isnan(means[way][i]) else f"{100 * means[way][i]:.1f}" for way in _WAYS))
         for i, (size, count) in enumerate(zip(sizes, counts, strict=True))
     )
-    gains = [100 * (b - a) for a, b in zip(means["gap"], means["gmp"], strict=True) if a is not None and b is not None]
+    both = 100 * (np.array(means["gmp"]) - means["gap"])
+    gains = both[~np.isnan(both)].tolist()
     claims = (
         Claim("0.E, figure 7", "maximum pooling is ahead of average pooling at every size",
               f"by {min(gains):+.1f} to {max(gains):+.1f} points; ahead at {sum(g > 0 for g in gains)} of {len(gains)} "
@@ -98,11 +98,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     title = f"R@1 by the size of the object: {found['gap 0']['dataset']}"
     heads = ("share of the image", "queries", "average pooling, %", "maximum pooling, %")
     return Findings(title, heads, rows, claims, notes, _figure(sizes, means, title))
-
-
-def _mean(values: Sequence[float | None]) -> Any:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, Any]:
@@ -120,11 +115,12 @@ def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, An
     return {"dataset": table.name, "recall": recall, "count": count, "notes": list(table.notes)}
 
 
-def _figure(sizes: Sequence[str], means: Mapping[str, list[float | None]], title: str) -> Figure:
+def _figure(sizes: Sequence[str], means: Mapping[str, list[float]], title: str) -> Figure:
     figure, axes = plt.subplots(figsize=(2 + 0.9 * len(sizes), 3.4), layout="constrained")
     for way, marker in zip(_WAYS, "os", strict=True):
-        values = [np.nan if value is None else 100 * value for value in means[way]]
-        axes.plot(range(len(sizes)), values, marker=marker, markersize=4, label=f"{_WAYS[way]} pooling")
+        axes.plot(
+            range(len(sizes)), 100 * np.array(means[way]), marker=marker, markersize=4, label=f"{_WAYS[way]} pooling"
+        )
     axes.set_xticks(range(len(sizes)), list(sizes), rotation=30, ha="right", fontsize=7)
     axes.set_xlabel("share of the image within the object's box")
     axes.set_ylabel("R@1, %")

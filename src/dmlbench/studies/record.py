@@ -72,14 +72,13 @@ class Parts:
         try:
             held = read_json(path)
             then, now = (
-                {"schema": one["schema"], "study": one["study"], **one["settings"]} for one in (held, self._content)
+                {key: one[key] for key in ("schema", "study")} | one["settings"] for one in (held, self._content)
             )
             self._content |= {key: held[key] for key in ("bound", "parts")}
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged ({error}); remove it to conduct the study again") from error
         pairs = {key: (then.get(key, "nothing"), now.get(key, "nothing")) for key in {**then, **now}}
-        differing = [f"{key}: {a} there, {b} asked for" for key, (a, b) in pairs.items() if a != b]
-        if differing:
+        if differing := [f"{key}: {a} there, {b} asked for" for key, (a, b) in pairs.items() if a != b]:
             raise RunError(
                 f"{path} holds a study with other settings ({'; '.join(differing)}); choose another name=..., or "
                 "remove that file"
@@ -100,9 +99,8 @@ class Parts:
         for name in tqdm(names, desc=describe, disable=None, unit="part", leave=False):
             if name not in found:
                 started = time.monotonic()
-                value = compute(name)
                 found[name] = {
-                    "value": value,
+                    "value": compute(name),
                     "wall_s": round(time.monotonic() - started, 3),
                     "device": device_name(self.device),
                     "threads": torch.get_num_threads(),
@@ -114,16 +112,10 @@ class Parts:
 
     def finish(self, findings: Findings) -> None:
         """Write the complete record."""
-        summary = {
-            "title": findings.title,
-            "heads": findings.heads,
-            "rows": findings.rows,
-            "claims": [asdict(claim) for claim in findings.claims],
-            "notes": findings.notes,
-            "wall_s": round(sum(part["wall_s"] for part in self._content["parts"].values()), 3),
-            "complete": True,
-        }
-        write_json(self.path, {**self._content, **summary})
+        summary = {key: getattr(findings, key) for key in ("title", "heads", "rows", "notes")}
+        summary["claims"] = [asdict(claim) for claim in findings.claims]
+        summary["wall_s"] = round(sum(part["wall_s"] for part in self._content["parts"].values()), 3)
+        write_json(self.path, {**self._content, **summary, "complete": True})
 
 
 def conduct_study(

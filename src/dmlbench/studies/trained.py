@@ -1,4 +1,4 @@
-"""Models that studies train as runs: their test scores, and the prototypes that their test images use."""
+"""Models that studies train as runs, and the prototypes that their test images use."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,14 @@ import torch
 from matplotlib.figure import Figure, SubFigure
 from omegaconf import DictConfig
 
+from dmlbench.apps.loaded import load_run
 from dmlbench.apps.pictures import plt
-from dmlbench.apps.trained import load_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
-from dmlbench.results.store import read_result
 from dmlbench.runner import run
-from dmlbench.studies.record import Float, Parts, spread
+from dmlbench.studies.record import Float, Parts
 from dmlbench.types import ConfigError, IntArray
-
-Scores = dict[str, list[float]]
-"""By metric, a value for each run."""
 
 _GAP = 2
 """White pixels around each image."""
@@ -55,65 +51,12 @@ def trained_setup(cfg: DictConfig, overrides: Sequence[str], parts: Parts) -> Se
     return setup
 
 
-# Test scores over the values of a pooling
-
-
-def scores_of(configs: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts) -> dict[str, Scores]:
-    """Test scores over ``cfg.folds`` and ``cfg.repeats`` of configs, given as overrides by name."""
-    names = {
-        f"{config}, fold {fold}, repeat {repeat}": (config, f"fold={fold}", f"repeat={repeat}")
-        for config in configs
-        for fold in cfg.folds
-        for repeat in range(cfg.repeats)
-    }
-
-    def compute(name: str) -> dict[str, float]:
-        config, *where = names[name]
-        result: dict[str, Any] = read_result(run_of(cfg, [*configs[config], *where]))
-        parts.bind(data=result["dataset_fingerprint"])
-        return {metric: result["metrics"]["test"][metric] for metric in ("p_at_1", "map_at_r")}
-
-    found = parts.get(list(names), compute, describe="runs")
-    return {
-        config: {
-            metric: [found[name][metric] for name, (of, *_) in names.items() if of == config]
-            for metric in ("p_at_1", "map_at_r")
-        }
-        for config in configs
-    }
-
-
-def score_rows(found: Mapping[str, Scores]) -> tuple[tuple[str, ...], ...]:
-    """Name, MAP@R and P@1 of each config, as printed."""
-    return tuple((name, spread(scores["map_at_r"]), spread(scores["p_at_1"])) for name, scores in found.items())
-
-
-def mean(scores: Scores) -> float:
-    """Mean MAP@R in percent."""
-    return 100 * float(np.mean(scores["map_at_r"]))
-
-
-def notes_on_runs(cfg: DictConfig) -> tuple[str, ...]:
-    return (
-        f"runs: {trained_by(cfg)}",
-        f"test scores of folds {', '.join(map(str, cfg.folds))}, {cfg.repeats} repeats each; mean ± population "
-        "deviation over these runs, which share their seeds from row to row",
-    )
-
-
 # Test images and the prototypes that they use
 
 
 @dataclass(frozen=True)
 class Described:
-    """The outputs of a model for images.
-
-    Attributes:
-        embedding: [N, D], not normalized.
-        histogram: [N, m] over the prototypes, rows sum to 1.
-        labels: [N].
-        rows: [N] of the table.
-    """
+    """The outputs of a model for N rows of a table: embeddings [N, D], histograms over the prototypes [N, m]."""
 
     embedding: Float
     histogram: Float
@@ -129,18 +72,13 @@ class Described:
         return np.stack([values[self.labels == label].mean(axis=0) for label in range(self.num_classes)])
 
 
-def some_of_each(labels: IntArray, rows: IntArray, *, count: int, seed: int) -> IntArray:
-    """Draw at most ``count`` rows of each class, sorted."""
-    rng = np.random.default_rng(seed)
-    chosen = [rng.permutation(rows[labels[rows] == label])[:count] for label in np.unique(labels[rows])]
-    return np.sort(np.concatenate(chosen))
-
-
 def sample_test_rows(setup: Setup, *, count: int, seed: int) -> IntArray:
-    """Draw at most ``count`` test images of each class."""
+    """Draw at most ``count`` test images of each class, sorted."""
     test = setup.data.split.test
     assert test is not None
-    return some_of_each(setup.data.table.labels, test.query, count=count, seed=seed)
+    rng, labels = np.random.default_rng(seed), setup.data.table.labels[test.query]
+    chosen = [rng.permutation(test.query[labels == label])[:count] for label in np.unique(labels)]
+    return np.sort(np.concatenate(chosen))
 
 
 def describe(setup: Setup, rows: IntArray) -> Described:
@@ -195,11 +133,6 @@ def prototypes_by_class(setup: Setup, described: Described, *, images: int) -> d
     }
 
 
-def side_by_side(figure: Figure, widths: Sequence[float]) -> list[SubFigure]:
-    parts: Any = figure.subfigures(1, len(widths), width_ratios=list(widths), squeeze=False)
-    return list(parts[0])
-
-
 def draw_by_class(figure: Figure | SubFigure, found: Mapping[str, Any], title: str) -> None:
     """Draw the histogram of each class as a bar, and its images beside their dominant prototypes.
 
@@ -222,16 +155,10 @@ def draw_by_class(figure: Figure | SubFigure, found: Mapping[str, Any], title: s
     for image, nearest, weights in zip(pixels, found["shown"]["nearest"], found["shown"]["weights"], strict=True):
         colors = np.array(_COLORS)[np.array(nearest) % len(_COLORS)]  # [h, w, 3]
         strength = (np.array(weights) / np.max(weights))[..., None]
-        tiles += [image / 255, _resized(strength * colors + (1 - strength), image.shape[:2])]
+        rows, columns = (np.arange(n) * old // n for n, old in zip(image.shape[:2], colors.shape[:2], strict=True))
+        tiles += [image / 255, (strength * colors + (1 - strength))[rows][:, columns]]  # by the nearest pixel
     framed = [np.pad(tile, ((_GAP, _GAP), (_GAP, _GAP), (0, 0)), constant_values=1) for tile in tiles]
     lines = [np.concatenate(framed[i : i + 2 * per_class], axis=1) for i in range(0, len(framed), 2 * per_class)]
     extent = (0, 2 * per_class, len(histogram) - 0.5, -0.5)
     pictures.imshow(np.concatenate(lines), extent=extent, aspect="auto", interpolation="nearest")
     pictures.axis("off")
-
-
-def _resized(image: Float, size: tuple[int, int]) -> Float:
-    """Enlarge by the nearest pixel."""
-    at = [np.arange(length) * old // length for length, old in zip(size, image.shape[:2], strict=True)]
-    enlarged: Float = image[at[0]][:, at[1]]
-    return enlarged

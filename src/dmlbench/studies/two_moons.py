@@ -75,15 +75,16 @@ def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
     """Accuracies and boundary lengths of all seeds at one temperature, and the weights of the first seed."""
     points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
     fresh = moons(_FRESH, noise=cfg.noise, seed=cfg.data_seed + 1)
-    found: dict[str, Any] = {"train": [], "fresh": [], "length": [], "weights": None}
-    for seed in range(cfg.seed, cfg.seed + cfg.repeats):
-        net = train(points, labels, temperature=temperature, hidden=cfg.hidden, steps=cfg.steps, lr=cfg.lr, seed=seed)
-        found["train"].append(accuracy(net, points, labels))
-        found["fresh"].append(accuracy(net, *fresh))
-        found["length"].append(boundary_length(*margin_on_grid(net)))
-        if found["weights"] is None:
-            found["weights"] = {name: value.tolist() for name, value in net.state_dict().items()}
-    return found
+    nets = [
+        train(points, labels, temperature=temperature, hidden=cfg.hidden, steps=cfg.steps, lr=cfg.lr, seed=seed)
+        for seed in range(cfg.seed, cfg.seed + cfg.repeats)
+    ]
+    return {
+        "train": [accuracy(net, points, labels) for net in nets],
+        "fresh": [accuracy(net, *fresh) for net in nets],
+        "length": [boundary_length(*margin_on_grid(net)) for net in nets],
+        "weights": {name: value.tolist() for name, value in nets[0].state_dict().items()},
+    }
 
 
 def conduct(cfg: DictConfig, parts: Parts) -> Findings:
@@ -99,7 +100,11 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     ]  # fmt: skip
     train_accuracy = " → ".join(f"{100 * value:.1f}" for value in means["train"])
     best = list(names)[int(np.argmax(means["fresh"]))]
-    grows = {key: _never_falls([found[name][key] for name in names]) for key in ("train", "length")}
+    grows = {}
+    for key in ("train", "length"):  # no mean falls below the previous one by more than its std
+        deviations = [float(np.std(found[name][key])) for name in names]
+        no_fall = (np.diff(means[key]) >= -np.array(deviations[1:])).all()
+        grows[key] = bool(no_fall and means[key][-1] > means[key][0])
     ends = (means["fresh"][-1] - max(means["fresh"])) * 100
     claims = (
         Claim("3.4, figure 3", "the smaller T, the better the samples are classified",
@@ -122,12 +127,6 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     return Findings(title, heads, tuple(rows), claims, notes, _figure(found, cfg, title))
 
 
-def _never_falls(values: list[list[float]]) -> bool:
-    """Whether no mean falls below the previous one by more than its std, and the last is above the first."""
-    means, deviations = np.mean(values, axis=1), np.std(values, axis=1)
-    return bool((np.diff(means) >= -deviations[1:]).all() and means[-1] > means[0])
-
-
 def _figure(found: dict[str, Any], cfg: DictConfig, title: str) -> Figure:
     """Draw the points, and the first seed's boundary and probability of class 1, in a panel per temperature."""
     points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
@@ -142,7 +141,6 @@ def _figure(found: dict[str, Any], cfg: DictConfig, title: str) -> Figure:
         for label, color in ((0, "darkred"), (1, "navy")):
             axes.scatter(*points[labels == label].T, s=4, color=color, linewidths=0)
         axes.set_title(f"{name}: {100 * one['train'][0]:.1f} % of the samples", fontsize=9)
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
     figure.suptitle(f"{title}: probabilities (color) and boundary (black)", fontsize=9)
     return figure

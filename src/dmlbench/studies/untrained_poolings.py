@@ -4,7 +4,6 @@ Source: E. W. Teh, T. DeVries, G. W. Taylor, "ProxyNCA++", ECCV 2020, section 4.
     53.1 with maximum pooling of a ResNet50's 2,048 channels.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import nn
 from dmlbench import build
 from dmlbench.apps.pictures import plt
 from dmlbench.components import component
-from dmlbench.data.batches.loaders import EvalBatches
-from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import load_table
@@ -50,16 +47,11 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         backbone = component(cfg.backbone).to(device).eval()
         poolings = {name: component(cfg.known[name]).to(device).eval() for name in names}
         rows = np.flatnonzero(np.isin(table.role, ("test", "query", "gallery"))).astype(np.int64)
-        images = build.image_opener(cfg, table, device)(cfg.transform.eval)
-        batches = EvalBatches(
-            table, rows, images=images, transform=component(cfg.transform.eval), batch_size=cfg.eval_batch_size,
-            device=device, num_workers=cfg.num_workers,
-        )  # fmt: skip
 
         def of(images: torch.Tensor) -> torch.Tensor:
             return pooled_by(poolings, backbone(backbone.preprocess(images))[-1])
 
-        found = embed(of, batches, device=device, describe="images", progress=sys.stderr.isatty(), count=len(rows))
+        found = build.embedded(cfg, table, rows, of, device, transform=cfg.transform.eval, describe="images")
         channels = found.rows.shape[1] // len(names)
         return {
             "channels": channels,

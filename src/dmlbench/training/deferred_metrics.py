@@ -53,25 +53,16 @@ class DeferredMetrics:
             for _, batches, _ in self._waiting
         ]
         for (step, _, _), batches, norm in zip(self._waiting, read, values, strict=True):
-            for losses, _ in batches:
-                _require_finite(losses, step)
-            _require_finite({"gradient norm": norm}, step)
-        self.last = _means([losses | noted for losses, noted in read[-1]])
+            for finite in (*(losses for losses, _ in batches), {"gradient norm": norm}):
+                if not all(map(math.isfinite, finite.values())):
+                    listing = ", ".join(f"{name} = {value}" for name, value in finite.items())
+                    raise Diverged(
+                        f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at "
+                        "the last lines of history.csv"
+                    )
+        members: dict[str, list[float]] = {}
+        for losses, noted in read[-1]:
+            for name, value in (losses | noted).items():
+                members.setdefault(name, []).append(value)
+        self.last = {name: sum(own) / len(own) for name, own in members.items()}
         self._waiting.clear()
-
-
-def _means(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    members: dict[str, list[float]] = {}
-    for batch in batches:
-        for name, value in batch.items():
-            members.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in members.items()}
-
-
-def _require_finite(values: Mapping[str, float], step: int) -> None:
-    if not all(math.isfinite(value) for value in values.values()):
-        listing = ", ".join(f"{name} = {value}" for name, value in values.items())
-        raise Diverged(
-            f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at the last lines "
-            "of history.csv"
-        )

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm import tqdm
 
 from dmlbench.device_copies import batch_on
@@ -28,18 +28,9 @@ from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
 from dmlbench.training.large_batch import accumulate_gradients
 from dmlbench.training.log import History, Logger
 from dmlbench.training.momentum_encoder import MomentumEncoder
-from dmlbench.training.optim import (
-    GROUPS,
-    ClipForm,
-    check_schedule,
-    check_warmup,
-    clip_gradients,
-    decay_added,
-    frozen,
-    step_schedule,
-)
+from dmlbench.training.optim import GROUPS, ClipForm, check_warmup, clip_gradients, decay_added, frozen, step_schedule
 from dmlbench.training.signals import StopSignal
-from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_choice, closest
+from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_at_least, check_positive, closest
 
 log = logging.getLogger(__name__)
 
@@ -64,26 +55,24 @@ class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
 
     Attributes:
-        max_steps: upper limit; 0 leaves the model untrained.
-        validate_every: steps between validations; the last step is always followed by one.
+        max_steps: 0 leaves the model untrained.
+        validate_every: the last step is always followed by a validation, too.
         patience: validations without improvement after which training stops; None never stops early.
         min_improvement: by how much a score must exceed the best one to count as better.
         collapse_ratio: in (0, 1); training stops at a score of at most this share of the best one; None never does.
-        monitor: name of the validation score that is maximized.
+        monitor: validation score that is maximized.
         warmup_frozen: groups that rest in the first ``warmup_steps``, see ``training.optim``.
         reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``.
-        warmup_schedule: whether the learning rate schedule "runs" or "rests" during the warm-up.
-        warmup_batch_norm: whether running statistics of frozen parts stay "frozen" in the warm-up or are "updated".
-        accumulate: batches of which an optimizer step takes the mean loss (see ``training.large_batch``).
-        forward_batch: images per forward pass, for batches that do not fit on the device; None takes a batch at once.
-        clip_norm, clip_value: limits of the gradient's total norm and of its entries, or None.
-        clip_form: "plain" or "decayed", see ``training.optim.clip_gradients``.
-        precision: "float32" or "bf16" (autocast of the network; losses and distances stay float32).
-        compile: whether training passes use ``torch.compile``. Weights move by rounding; evaluation is not compiled.
-        checkpoint_every: steps between checkpoints, on top of those at validations; None saves at validations only.
+        warmup_schedule: of the learning rate, during the warm-up.
+        warmup_batch_norm: running statistics of frozen parts in the warm-up.
+        accumulate, forward_batch: see ``training.large_batch``.
+        clip_norm, clip_value, clip_form: see ``training.optim.clip_gradients``.
+        precision: bf16 is autocast of the network; losses and distances stay float32.
+        compile: training passes use ``torch.compile``. Weights move by rounding; evaluation is not compiled.
+        checkpoint_every: steps between checkpoints, on top of those at validations.
         log_every: steps between logged training losses. A GPU is waited for as often, so a loss that is not finite
             stops the training at most so many steps later.
-        keep: which checkpoints stay when the run is complete.
+        keep: checkpoints of the complete run.
     """
 
     max_steps: int
@@ -110,21 +99,13 @@ class FitSettings:
     keep: Literal["best", "last", "both", "none"] = "best"
 
     def __post_init__(self) -> None:
-        positive = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
-        for name in ("max_steps", "warmup_steps", *positive):
-            value, limit = getattr(self, name), int(name in positive)
-            if value is not None and value < limit:
-                raise ConfigError(f"fit.{name}: got {value}, expected at least {limit}.")
-        if not self.min_improvement >= 0:
-            raise ConfigError(f"fit.min_improvement: got {self.min_improvement}, expected at least 0.")
+        counts = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
+        numbers = ("max_steps", "warmup_steps", "min_improvement")
+        check_at_least(0, **{f"fit.{name}": getattr(self, name) for name in numbers})
+        check_at_least(1, **{f"fit.{name}": getattr(self, name) for name in counts})
+        check_positive(**{f"fit.{name}": getattr(self, name) for name in ("clip_norm", "clip_value")})
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
-        check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
-        check_choice("fit.warmup_batch_norm", self.warmup_batch_norm, ("frozen", "updated"))
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
             raise ConfigError(f"fit.warmup_steps: got {self.warmup_steps}, expected below max_steps={self.max_steps}.")
         for name in self.warmup_frozen:
@@ -193,16 +174,16 @@ def fit(
     """
     assert isinstance(model, nn.Module)
     stop = stop or StopSignal()
-    check_schedule(schedule)
+    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
+        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
     if settings.warmup_steps:
         check_warmup(settings.warmup_frozen, model, objective)
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:
         parts_of_state["schedule"] = schedule
-    momentum: float | None = getattr(objective, "key_momentum", None)
-    momentum_encoder = None if momentum is None else MomentumEncoder(model, momentum)
-    if momentum_encoder is not None:
-        parts_of_state["momentum_encoder"] = momentum_encoder
+    momentum_encoder = None
+    if (momentum := getattr(objective, "key_momentum", None)) is not None:
+        momentum_encoder = parts_of_state["momentum_encoder"] = MomentumEncoder(model, momentum)
     state = _restore(run_dir, parts_of_state, data_fingerprint)
     monitor = _Monitor(run_dir, settings, loggers, device, optimizer, resume_step=state.step)
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
@@ -275,14 +256,10 @@ def fit(
         state.stop_reason = "untrained"
         _save_best(run_dir, state, {"model": model.state_dict(), "objective": objective.state_dict()})
     elif state.best_step:
-        _load_best(run_dir, model, objective)
+        best = load_checkpoint(run_dir / BEST)
+        model.load_state_dict(best["model"])
+        objective.load_state_dict(best["objective"])
     return state
-
-
-def _load_best(run_dir: Path, model: MetricModel, objective: nn.Module) -> None:
-    best = load_checkpoint(run_dir / BEST)
-    model.load_state_dict(best["model"])
-    objective.load_state_dict(best["objective"])
 
 
 def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: torch.device) -> Callable[[Tensor], Any]:

@@ -1,9 +1,8 @@
 """Gradients of batches that do not fit on the device: a batch in parts (GradCache), or several in turn."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +36,11 @@ def accumulate_gradients(
     batch.
 
     Args:
-        model: embeds; ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for
-            the log, or None.
+        model: ``observe`` may change what ``forward`` reads in ``model.observer`` only, and returns numbers for the
+            log, or None.
         forward: the model in the precision and memory format of the training.
         keys: embeds second views, without changes and random numbers; None where the objective wants none.
-        forward_batch: images per forward pass, at least 1; None takes a batch at once.
+        forward_batch: images per forward pass; None takes a batch at once.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
     section 3.2.
@@ -49,38 +48,29 @@ def accumulate_gradients(
     values: list[BatchValues] = []
     for _ in range(accumulate):
         batch = next_batch()
-        images, labels = batch.images, batch.labels
-        parts = 1 if forward_batch is None else math.ceil(len(images) / forward_batch)
+        parts = 1 if forward_batch is None else math.ceil(len(batch.images) / forward_batch)
         side: dict[str, Tensor] = {}
         if keys is not None:
             assert batch.second_views is not None  # as the objective wants keys, the batches were made with them
             side["keys"] = torch.cat([keys(part) for part in batch.second_views.tensor_split(parts)])
+
+        def backward(output: ModelOutput, batch: Batch = batch, side: dict[str, Tensor] = side) -> None:
+            noted = model.observe(output, step=step) or {}
+            losses = objective(ModelOutput(output.embedding, {**output.side, **side}), batch.labels, step=step)
+            (losses["loss"] / accumulate).backward()
+            values.append(BatchValues({name: value.detach() for name, value in losses.items()}, noted))
+
         if parts == 1:
-            values.append(_backward(model, objective, forward(images), side, labels, step=step, accumulate=accumulate))
+            backward(forward(batch.images))
         else:
-            values.append(
-                _backward_in_parts(
-                    model, objective, images.tensor_split(parts), side, labels, step=step, accumulate=accumulate,
-                    forward=forward,
-                )
-            )  # fmt: skip
+            _backward_in_parts(model, batch.images.tensor_split(parts), forward, backward)
     return values
 
 
-def _backward(
-    model: MetricModel, objective: nn.Module, output: ModelOutput, side: Mapping[str, Tensor], labels: Tensor, *,
-    step: int, accumulate: int,
-) -> BatchValues:  # fmt: skip
-    noted = model.observe(output, step=step) or {}
-    losses = objective(ModelOutput(output.embedding, {**output.side, **side}), labels, step=step)
-    (losses["loss"] / accumulate).backward()
-    return BatchValues({name: value.detach() for name, value in losses.items()}, noted)
-
-
 def _backward_in_parts(
-    model: MetricModel, objective: nn.Module, parts: Sequence[Tensor], side: Mapping[str, Tensor], labels: Tensor, *,
-    step: int, accumulate: int, forward: Forward,
-) -> BatchValues:  # fmt: skip
+    model: MetricModel, parts: Sequence[Tensor], forward: Forward, backward: Callable[[ModelOutput], None]
+) -> None:
+    assert isinstance(model, nn.Module)
     outputs: list[ModelOutput] = []
     draws: list[dict[str, Any]] = []
     with torch.no_grad():
@@ -90,19 +80,22 @@ def _backward_in_parts(
     whole = _joined(outputs, [len(images) for images in parts])
     # A pooling whose prototypes start in this step must pool once more as it did when the loss was taken.
     before = copy.deepcopy(model.observer.state_dict())
-    values = _backward(model, objective, whole, side, labels, step=step, accumulate=accumulate)
+    backward(whole)
     after, draws_after = copy.deepcopy(model.observer.state_dict()), random_state()
     model.observer.load_state_dict(before)
     gradients = [None if x.grad is None else x.grad.tensor_split(len(parts)) for x in _tensors(whole)]
-    with _resting_statistics(model):
-        for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
-            restore_random_state(state)
-            again = zip(_tensors(forward(images)), gradients, strict=True)
-            reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
-            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    for module in tracking:  # they normalize as before, by the statistics of what they are given, but do not note them
+        module.track_running_stats = False
+    for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
+        restore_random_state(state)
+        again = zip(_tensors(forward(images)), gradients, strict=True)
+        reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
+        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    for module in tracking:
+        module.track_running_stats = True
     model.observer.load_state_dict(after)
     restore_random_state(draws_after)
-    return values
 
 
 def _tensors(output: ModelOutput) -> list[Tensor]:
@@ -125,17 +118,3 @@ def _joined(outputs: Sequence[ModelOutput], sizes: Sequence[int]) -> ModelOutput
 
     side = {name: leaf([output.side[name] for output in outputs]) for name in outputs[0].side}
     return ModelOutput(leaf([output.embedding for output in outputs]), side)
-
-
-@contextlib.contextmanager
-def _resting_statistics(model: MetricModel) -> Iterator[None]:
-    """Training batch norms normalize as before, by the statistics of what they are given, but do not note them."""
-    assert isinstance(model, nn.Module)
-    tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-    for module in tracking:
-        module.track_running_stats = False
-    try:
-        yield
-    finally:
-        for module in tracking:
-            module.track_running_stats = True

@@ -23,21 +23,19 @@ _HEADER = ["step", "name", "value"]
 
 
 class Logger(Protocol):
-    """Receive a training's numbers. Nothing is opened or written before ``start``; ``close`` may come at any time."""
+    """Receive a training's numbers.
 
-    def start(self, step: int) -> None:
-        """Continue from this step (0: a new training); later steps that are known are void."""
-        ...
+    Nothing is opened or written before ``start``, which continues from a step (0: a new training) and voids later ones.
+    Pictures are [H, W, 3]; ``summary`` gets the scores of the finished run; ``close`` may come at any time.
+    """
+
+    def start(self, step: int) -> None: ...
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
-    def image(self, step: int, name: str, picture: NDArray[np.uint8]) -> None:
-        """A picture [H, W, 3]."""
-        ...
+    def image(self, step: int, name: str, picture: NDArray[np.uint8]) -> None: ...
 
-    def summary(self, step: int, scores: Mapping[str, float]) -> None:
-        """What the finished run has come to."""
-        ...
+    def summary(self, step: int, scores: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -77,20 +75,14 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
     rows: list[tuple[int, str, float]] = []
     for i, row in enumerate(lines):
         try:
-            step, name, value = row
-            rows.append((int(step), name, _finite(value)))
+            step, name, text = row
+            if not math.isfinite(value := float(text)):  # training stops before it logs another
+                raise ValueError(text)
+            rows.append((int(step), name, value))
         except ValueError:
             if i < len(lines) - 1:
                 raise RunError(f"{path} is damaged in line {i + 2}; {remedy}") from None
     return rows
-
-
-def _finite(text: str) -> float:
-    """A logged scalar; training stops before it logs another."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
 
 
 class TensorBoardLogger:

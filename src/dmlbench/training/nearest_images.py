@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.evaluation.search.nearest import nearest
+from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.runtime import generator
 from dmlbench.types import EmbeddingSet, IntArray
@@ -31,8 +31,7 @@ def nearest_images(
     """Search for the nearest images of a few queries, the same ones whenever the sets are of the same images.
 
     Returns:
-        Table rows of the queries [Q], of their nearest images [Q, k], and whether these are of the query's class
-        [Q, k]; Q and k are at most ``NUM_QUERIES`` and ``NUM_NEAREST``.
+        Table rows of the queries [Q] and of their nearest images [Q, k], and whether these are of the query's class.
     """
     total = len(queries)
     chosen = np.sort(generator("nearest images", total).permutation(total)[:NUM_QUERIES])
@@ -54,14 +53,11 @@ def draw_nearest(
     """
     rows = np.column_stack([query, nearest])
     tiles = [_tile(image) for image in images(rows.reshape(-1))]
-    for tile, column, right in zip(
-        tiles, np.indices(rows.shape)[1].flat, np.column_stack([is_right[:, :1], is_right]).flat, strict=True
-    ):
-        _frame(tile, _QUERY if column == 0 else _RIGHT if right else _WRONG, dashed=column > 0 and not right)
     height, width = tiles[0].shape[0] + _GAP, tiles[0].shape[1] + _GAP
     page = np.full((len(rows) * height + _GAP, rows.shape[1] * width + 3 * _GAP, 3), 255, np.uint8)
-    for number, tile in enumerate(tiles):
-        line, column = divmod(number, rows.shape[1])
+    for (line, column), tile in zip(np.ndindex(rows.shape), tiles, strict=True):
+        right = column == 0 or bool(is_right[line, column - 1])
+        _frame(tile, _QUERY if column == 0 else _RIGHT if right else _WRONG, dashed=not right)
         top, left = _GAP + line * height, _GAP + column * width + (2 * _GAP if column else 0)
         page[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
     return page

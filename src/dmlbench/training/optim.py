@@ -30,8 +30,7 @@ class OptimizerSettings:
         weight_decay: as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
         decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
         decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
-        without_decay: groups of which nothing decays.
-        lr_multipliers: factor on ``lr`` per group, 1 by default.
+        lr_multipliers: factor on ``lr`` per group.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -76,7 +75,6 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay".
 
     Args:
-        settings: learning rates and weight decay.
         modules: own all parameters; their normalization layers are found among their submodules.
     """
     for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):
@@ -95,12 +93,10 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
                 raise ValueError(f"parameter {name} of group '{group}' is also in group '{seen[id(parameter)]}'")
             seen[id(parameter)] = group
             is_vector = parameter.numel() == max(parameter.shape, default=1)  # GeM's power has the shape of a map
+            decays = settings.decay_biases or not is_vector
             if id(parameter) in of_normalization:
                 decays = settings.decay_batch_norm
-            else:
-                decays = settings.decay_biases or not is_vector
-            decays = decays and group not in settings.without_decay
-            (decaying if decays else resting).append(parameter)
+            (decaying if decays and group not in settings.without_decay else resting).append(parameter)
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
         for suffix, parameters, decay in (("", decaying, settings.weight_decay), (", no decay", resting, 0.0)):
             if parameters:
@@ -198,11 +194,6 @@ class HarmonicPlateau(ReduceLROnPlateau):
         super().step(2 * metrics / (1 + metrics), epoch)
 
 
-def check_schedule(schedule: LRScheduler | ReduceLROnPlateau | None) -> None:
-    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
-        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
-
-
 def step_schedule(schedule: LRScheduler | ReduceLROnPlateau | None, *, score: float | None) -> None:
     """Advance a schedule: one that watches the score at validations (``score`` given), any other at every step."""
     if isinstance(schedule, ReduceLROnPlateau):
@@ -241,11 +232,11 @@ def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
             "Set fit.clip_form=plain or optim=adam."
         )
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+    for group in optimizer.param_groups:
+        decay, group["weight_decay"] = group["weight_decay"], 0.0
         for p in group["params"]:
             if p.grad is not None and decay:
                 p.grad.add_(p.detach(), alpha=decay)
-        group["weight_decay"] = 0.0
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
 """Stopping on SIGTERM and Ctrl-C where a run resumes exactly."""
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; schedulers requeue on it
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
@@ -23,18 +23,18 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = 0
         self._deferred = False
-        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
-    def install(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def uninstall(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+    @contextlib.contextmanager
+    def installed(self) -> "Iterator[StopSignal]":
+        """Handle the signals within the block."""
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+        previous = {number: signal.signal(number, self._receive) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise ``Preempted`` if a signal has come."""

@@ -19,7 +19,6 @@ class Plan:
     """Length and learning rates of a training, in epochs.
 
     Attributes:
-        epochs: length of the training; 0 leaves the model untrained.
         changes: (epoch, factor) by epoch: from that epoch on the rate of all groups is factor * the first rate. Where
             only some groups reach the schedule's ``min_lr``, the factor is that of the logged group.
     """
@@ -35,11 +34,7 @@ class Plan:
 def plan_of(
     history: Sequence[tuple[int, str, float]], *, first_rate: float, best_step: int, steps_per_epoch: int
 ) -> Plan:
-    """The plan that a training followed up to its best step.
-
-    Args:
-        history: lines (step, name, value) of its ``history.csv``; the rate after each validation has the name "lr".
-    """
+    """The plan that a training followed up to its best step, by the rates after each validation in its history."""
     changes: list[tuple[float, float]] = []
     rate = first_rate
     for step, name, value in history:
@@ -50,7 +45,6 @@ def plan_of(
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON."""
     write_json(path, asdict(plan))
 
 

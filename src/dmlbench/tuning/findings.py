@@ -49,16 +49,13 @@ def trials_table(search: Search, outcomes: Sequence[Outcome], monitor: str) -> T
 
 def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
     """Notes below the table."""
-    complete = [o for o in ranked(outcomes) if o.state == "complete"]
-    pruned = [o for o in outcomes if o.state == "pruned"]
+    complete, pruned = ([o for o in ranked(outcomes) if o.state == state] for state in ("complete", "pruned"))
     found = []
     if complete:
         best = complete[0]
         values = ", ".join(f"{key}={value}" for key, value in best.values.items())
         found.append(f"best: trial {best.number + 1} with {values}")
-        others = [o for o in complete[1:] if o.values != best.values]
-        if others:
-            top = others[: min(4, len(others))]
+        if top := [o for o in complete[1:] if o.values != best.values][:4]:
             ahead = [100 * ((best.score or 0.0) - (o.score or 0.0)) for o in top]
             found.append(
                 f"{ahead[0]:.2f} points ahead of the next values, {ahead[-1]:.2f} of number {len(top) + 1}: the best "
@@ -71,8 +68,7 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
                     f"[{dimension.low}, {dimension.high}]: search further there under another name"
                 )
     if pruned:
-        whole = sum(o.steps for o in complete) / len(complete) if complete else 0
-        mean = sum(o.steps for o in pruned) / len(pruned)
+        whole, mean = (sum(o.steps for o in own) / max(1, len(own)) for own in (complete, pruned))
         share = f", {100 * mean / whole:.0f} % of a complete one's {whole:.0f}" if whole else ""
         found.append(
             f"{len(pruned)} of {len(outcomes)} trials were pruned: {mean:.0f} steps each on average{share}; their "
@@ -116,10 +112,8 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     if others:
         recipe["defaults"] = [{f"override /{group}": option} for group, option in others.items()]
     recipe["covers"] = [{group: None if chosen[group] == "None" else chosen[group] for group in COVERED}]
-    recipe["settings"] = []
-    if held:
-        recipe["settings"].append({"when": {}, "set": held, "source": f"{source}; held fixed"})
-    recipe["settings"].append({"when": {}, "set": searched, "source": source})
+    parts = [*([(held, f"{source}; held fixed")] if held else []), (searched, source)]
+    recipe["settings"] = [{"when": {}, "set": values, "source": place} for values, place in parts]
     head = (
         f"# No paper: {source}, validation score {100 * (best.score or 0.0):.2f} under protocol=hpo.\n"
         f"# Every trial had: {search.described}\n"

@@ -23,8 +23,7 @@ from dmlbench.components import component
 from dmlbench.config import read_config
 from dmlbench.external import Schema, validated
 from dmlbench.identity import directory_of, run_sha256
-from dmlbench.results.locks import locked
-from dmlbench.results.store import CONFIG, RESULT, make_directory, read_result, require_own_place
+from dmlbench.results.store import CONFIG, RESULT, locked, make_directory, read_result, require_own_place
 from dmlbench.runner import run
 from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
@@ -65,7 +64,7 @@ class Search:
         runs: overrides of each run of a trial; the trial's score is the mean over them.
         trials: number, including pruned and failed ones.
         startup_trials: drawn at random before TPE begins.
-        pruner: ``startup_trials`` and ``warmup_steps`` of the median rule; None prunes nothing.
+        pruner: of the median rule; None prunes nothing.
     """
 
     name: str
@@ -109,7 +108,6 @@ class Outcome:
         number: from 0.
         state: "complete", "pruned", "failed" or "running".
         score: mean validation score of its runs; of a pruned trial the best so far.
-        steps: optimizer steps of its runs.
         runs: run directories, relative to the output folder.
         note: why it failed.
     """
@@ -256,22 +254,21 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
             folders.append(str(run_dir.relative_to(cfg.paths.output_dir)))
             trial.set_user_attr("runs", folders)
             result = _run_of(trial, cfg, run_dir, scores, i)
-            scores.append(_score_of(result))
+            scores.append(result["metrics"]["val"][result["monitor"]])
             steps += result["steps"]
     except Pruned as stopped:
-        trial.set_user_attr("steps", steps + stopped.step)
-        study.tell(trial.number, state=TrialState.PRUNED)
+        steps += stopped.step
         log.info("trial %d is pruned at step %d: below the median", trial.number + 1, stopped.step)
     except Diverged as error:
         trial.set_user_attr("note", str(error))
-        trial.set_user_attr("steps", steps)
-        # not FAIL, from which the sampler learns nothing: it would draw there again and again
-        study.tell(trial.number, state=TrialState.PRUNED)
         log.warning("trial %d failed: %s", trial.number + 1, error)
-    else:
-        trial.set_user_attr("steps", steps)
-        study.tell(trial.number, sum(scores) / len(scores))
-        log.info("trial %d: %s %.4f", trial.number + 1, cfg.fit.monitor, sum(scores) / len(scores))
+    trial.set_user_attr("steps", steps)
+    if len(scores) < len(search.runs):  # a failed one, too: from FAIL the sampler learns nothing and draws there again
+        study.tell(trial.number, state=TrialState.PRUNED)
+        return
+    score = sum(scores) / len(scores)
+    study.tell(trial.number, score)
+    log.info("trial %d: %s %.4f", trial.number + 1, cfg.fit.monitor, score)
 
 
 def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[float], which: int) -> dict[str, Any]:
@@ -308,10 +305,6 @@ def reporting(search: Search) -> Iterator[list[Outcome]]:
     """The outcomes by now, while this process alone may write them."""
     with FileLock(search.folder / _REPORT):
         yield outcomes(search, _open(search, {}))
-
-
-def _score_of(result: Mapping[str, Any]) -> float:
-    return float(result["metrics"]["val"][result["monitor"]])
 
 
 def outcomes(search: Search, study: "Study") -> list[Outcome]:
@@ -356,35 +349,30 @@ def _readable(search: Search) -> Iterator[None]:
         raise RunError(f"{path} cannot be read ({reason:.200}). Remove it, or choose another name.") from error
 
 
-def _require_values(run_dir: Path, values: Mapping[str, Value], result: Mapping[str, Any], what: str) -> None:
-    """Raise RunError unless a run used the values that the storage has of its trial."""
-    used = flatten(read_config(run_dir / CONFIG)) | result["choices"]
-    for key, value in values.items():
-        if key in used and used[key] != value and str(used[key]) != str(value):
-            raise RunError(
-                f"{what} has {key}={value}, but its run {run_dir} used {used[key]}. Search again under another name."
-            )
-
-
 def _stored_score(
     search: Search, trial: "FrozenTrial", values: Mapping[str, Value], runs: Sequence[str], data: dict[str, str]
 ) -> float:
+    """The score of a trial's runs, which must be there, have its values, and have the score that the storage has."""
+    what = f"trial {trial.number + 1} of {search.folder}"
     scores = []
     for name in runs:
         run_dir = search.output_dir / name
         try:
             result = read_result(run_dir)
         except RunError as error:
-            what = f"trial {trial.number + 1} of {search.folder}: {error}"
-            raise RunError(f"{what}, or search under another name") from error
+            raise RunError(f"{what}: {error}, or search under another name") from error
         require_own_place(run_dir, result)
-        _require_values(run_dir, values, result, f"trial {trial.number + 1} of {search.folder}")
+        used = flatten(read_config(run_dir / CONFIG)) | result["choices"]
+        for key, value in values.items():
+            if key in used and str(used[key]) != str(value):
+                other = f"but its run {run_dir} used {used[key]}"
+                raise RunError(f"{what} has {key}={value}, {other}. Search again under another name.")
         data.setdefault(result["dataset_fingerprint"], name)
-        scores.append(_score_of(result))
-    score = sum(scores) / len(scores)
+        scores.append(result["metrics"]["val"][result["monitor"]])
+    score = float(sum(scores) / len(scores))
     if score != trial.value:
         raise RunError(
-            f"trial {trial.number + 1} of {search.folder} had {trial.value}, but its runs ({', '.join(runs)}) now have "
-            f"{score}. Search again under another name."
+            f"{what} had {trial.value}, but its runs ({', '.join(runs)}) now have {score}. Search again under another "
+            "name."
         )
     return score

@@ -1,5 +1,6 @@
 """The search space: keys of a run with their bounds or choices."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,11 +67,7 @@ class Dimension:
 
 def override(key: str, value: Value) -> str:
     """``key=value`` for the command line."""
-    if value is None or isinstance(value, bool):
-        text = "null" if value is None else str(value).lower()
-    else:
-        text = str(value) if isinstance(value, str) else repr(value)
-    return f"{key}={text}"
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def make_space(node: Mapping[str, Any], chosen: Mapping[str, str | None]) -> tuple[Dimension, ...]:
@@ -118,11 +115,7 @@ def _entries(node: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, An
             raise ConfigError(
                 f"space.{key}: got {value}, expected bounds such as {_BOUNDS} or choices such as {_CHOICES}."
             )
-        if (
-            not value
-            or value.keys() & _Entry.model_fields.keys()
-            or not any(isinstance(v, Mapping) for v in value.values())
-        ):
+        if value.keys() & _Entry.model_fields.keys() or not any(isinstance(v, Mapping) for v in value.values()):
             yield key, value
         else:
             yield from _entries(value, key)

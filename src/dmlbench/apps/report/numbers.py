@@ -1,24 +1,31 @@
-"""What a page says of configs in numbers: scores, paired differences, curves, classes, settings, where they come from.
+"""What a page says of configs in numbers: scores, differences, curves, classes, settings, provenance, papers' scores.
 
 Everything is made of what JSON knows; scores are percent (class distances as they are).
 """
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.report.retrievals import first_run, is_trained
+from dmlbench import identity, papers
+from dmlbench.apps.report.picture import is_trained
+from dmlbench.apps.table_comparison import differences_to_paper, provenance_of
+from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.config import read_config
+from dmlbench.config import compose, config_folder, load_config, read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
-from dmlbench.identity import config_settings
-from dmlbench.results.paired import paired_difference
+from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, config_settings
+from dmlbench.results.cautions import incomparable
+from dmlbench.results.collections import paired_difference
 from dmlbench.results.store import CONFIG, coordinates_of, read_result
 from dmlbench.results.table import Entry, Table
+from dmlbench.results.verdicts import NEEDS, compare
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
@@ -30,6 +37,11 @@ _LEVEL = 0.95
 _MOST_STEPS = 250  # points of a curve
 _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "scored_on")
 """In what two configs must agree for their runs to be pairs."""
+_GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "rerank")
+"""Options by which a row of a paper is known."""
+_TOLD_OTHERWISE = (*NOT_PART_OF_CONFIG_HASH, "dataset", "backbone", "evaluation", "protocol.num_repeats")
+"""Settings of which data notes, the origin of the weights and the number of runs tell more."""
+_MOST_SETTINGS = 6
 
 
 def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
@@ -116,7 +128,7 @@ def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:
 
 
 def _curves(config: ConfigSummary) -> dict[str, Any]:
-    paths = _complete(config)
+    paths = config.complete
     for path in paths:
         if is_trained(path) and not (path / HISTORY).exists():
             log.warning("%s is missing: the curves are without this run", path / HISTORY)
@@ -145,10 +157,7 @@ def classes(
 ) -> dict[str, Any]:  # fmt: skip
     """Scores by class of the queries, a config's being means over its complete runs.
 
-    Args:
-        metrics: scores to show; what belongs to whole sets has no classes.
-        names: by label, or None where they are not known.
-        most: classes to keep, those of the lowest first score, averaged over the configs.
+    ``names`` are by label, if known. The ``most`` classes of the lowest first score, averaged over the configs, stay.
     """
     table = pd.concat({i: _by_class(config) for i, config in enumerate(configs)}, names=["config"])
     shown = [name for name in metrics if name in table]
@@ -176,7 +185,7 @@ def classes(
 def _by_class(config: ConfigSummary) -> pd.DataFrame:
     """Means by label over the queries of a run, then over runs; empty where no run has kept its queries' scores."""
     found = []
-    for path in filter(Path.exists, (run / PER_QUERY for run in _complete(config))):
+    for path in filter(Path.exists, (run / PER_QUERY for run in config.complete)):
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         except (OSError, ValueError, KeyError) as error:
@@ -189,13 +198,13 @@ def _by_class(config: ConfigSummary) -> pd.DataFrame:
 
 def settings(config: ConfigSummary) -> dict[str, str]:
     """What the config is made of, by key."""
-    stored = read_config(first_run(config) / CONFIG)
+    stored = read_config(config.complete[0] / CONFIG)
     return {key: "null" if value is None else str(value) for key, value in config_settings(stored).items()}
 
 
 def provenance(config: ConfigSummary) -> list[tuple[str, str]]:
     """Where a config's numbers come from, as names and values; what differs between its runs is listed."""
-    runs = [read_result(path) for path in _complete(config)]
+    runs = [read_result(path) for path in config.complete]
     first, summary = runs[0], config.summary
     told = summary.get("imported")
     selected = "on the test set" if summary["val_is_test"] else "on validation classes"
@@ -233,10 +242,89 @@ def _listed(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(value for value in values if value))
 
 
-def _complete(config: ConfigSummary) -> list[Path]:
-    return [run.path for run in config.runs if run.state == "done"]
-
-
 def _short(value: float) -> float:
     """Six digits, which is more than a page shows."""
     return float(f"{value:.6g}")
+
+
+def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
+    """Every printed score of the rows whose recipe, pooling, head, loss, miner, regularizer and rerank a config has.
+
+    What else differs (backbone, size, weights, values that the recipe did not set, data that are not as published) is
+    said with each; a score of which anything differs has no verdict but "not comparable".
+    """
+    with_recipe = [
+        config for config in configs if config.summary["choices"].get("recipe", "none") not in ("none", "small")
+    ]
+    if not with_recipe:
+        return []
+    known = experiments([config_folder()])
+    found = []
+    for name in [table for table in papers.tables() if table in known]:
+        for row in rows_of_paper(name, reproduce_of(known[name]), {}):
+            for config in with_recipe:
+                if row.overrides and _may_be(row, config) and _is(cfg := _composed(row.overrides), config):
+                    found.append(_beside(name, row, cfg, config, configs.index(config)))
+    return [one for one in found if one["verdict"] != NEEDS]
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    return compose("train", overrides, with_hydra=True)
+
+
+def _may_be(row: Row, config: ConfigSummary) -> bool:
+    """Whether what the row says by itself is as in the config."""
+    summary, score = config.summary, row.score
+    assert score is not None
+    given = dict(override.partition("=")[::2] for override in row.overrides)
+    here = [(summary["dataset"], score.dataset), (summary["protocol"], score.protocol)]
+    choices = summary["choices"]
+    return all(not paper or ours == paper for ours, paper in here) and all(
+        given[group] == choices.get(group) for group in _GROUPS if group in given
+    )
+
+
+def _is(cfg: DictConfig, config: ConfigSummary) -> bool:
+    """Whether a configuration chooses the config's options."""
+    theirs = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
+    return all(_option(theirs, group) == _option(config.summary["choices"], group) for group in _GROUPS)
+
+
+def _option(choices: Mapping[str, Any], group: str) -> str:
+    return str(choices.get(group, "None")).replace("none", "None")
+
+
+def _beside(name: str, row: Row, cfg: DictConfig, config: ConfigSummary, index: int) -> dict[str, Any]:
+    run, score = config.complete[0], row.score
+    assert score is not None
+    result = read_result(run)
+    provenance = provenance_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
+    reasons = [
+        *differences_to_paper(score, config.summary, provenance),
+        *_other_settings(cfg, run),
+        *incomparable(config.summary),
+    ]
+    made = compare(score, config.summary, reasons, label=row.metric)
+    size = f"{score.embedding_size}-D" if score.embedding_size else ""
+    column = ", ".join(word for word in (score.setting, score.backbone, score.kind, size) if word)
+    return {
+        "config": index, "table": name, "row": score.row, "column": column, "metric": score.metric,
+        "paper": None if score.mean is None else str(score.mean), "std": None if score.std is None else str(score.std),
+        "ours": made.mean, "ours_std": made.std, "difference": made.difference, "verdict": made.verdict,
+        "note": made.note,
+    }  # fmt: skip
+
+
+def _other_settings(cfg: DictConfig, run: Path) -> list[str]:
+    """What else the experiment of the paper's table has otherwise than a run."""
+    plain = cfg.copy()
+    OmegaConf.set_struct(plain, False)
+    del plain["hydra"]
+    found = [
+        f"{key} {ours} instead of {theirs}"
+        for key, (ours, theirs) in identity.differences(plain, load_config(run / CONFIG)).items()
+        if not f"{key}.".startswith(tuple(f"{left}." for left in _TOLD_OTHERWISE))
+    ]
+    more = f" and {len(found) - _MOST_SETTINGS} more" if len(found) > _MOST_SETTINGS else ""
+    return [f"other settings: {', '.join(found[:_MOST_SETTINGS])}{more}"] if found else []

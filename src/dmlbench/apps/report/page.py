@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from dmlbench import __version__
 from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
+from dmlbench.apps.loaded import load_run, table_of_run
 from dmlbench.apps.report import numbers
-from dmlbench.apps.report.paper_scores import paper_scores
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, is_trained, retrieved, that_can_be_shown
+from dmlbench.apps.report.numbers import paper_scores
+from dmlbench.apps.report.picture import chosen_queries, image, is_trained, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
-from dmlbench.apps.trained import load_run, table_of_run
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import atomic_write
 from dmlbench.types import DmlbenchError, ImageTable
@@ -49,8 +49,6 @@ def write_page(
     """Write a page of configs, a part for each data set and protocol.
 
     Args:
-        grouped: what ``find_configs`` found.
-        spec: the scores to show.
         num_queries: queries to show with the ``num_nearest`` images nearest to them; 0 for none.
         num_classes: classes to list, the hardest.
         with_overlays: whether to load each config's first model and show what its pooling looks at.
@@ -85,7 +83,7 @@ def _images(
     """Galleries and overlays, or why there are none, and the names of the classes where the data are there."""
     nothing: dict[str, Any] = {"configs": {}}
     try:
-        table = table_of_run(first_run(configs[0]), configs[0].summary)
+        table = table_of_run(configs[0].complete[0], configs[0].summary)
     except DmlbenchError as error:  # tables, curves and differences need no images
         why = {"why": f"the images are not there: {error}"}
         return {"gallery": nothing | why, "overlays": nothing | why}, None
@@ -112,7 +110,7 @@ def _galleries(
     for config in shown:
         lines = retrieved(config, chosen, num_nearest)
         rows = [row for row, _ in lines]
-        found[str(configs.index(config))] = {"run": first_run(config).name, "nearest": [near for _, near in lines]}
+        found[str(configs.index(config))] = {"run": config.complete[0].name, "nearest": [near for _, near in lines]}
         used |= dict.fromkeys([*rows, *(row for _, near in lines for row, _ in near)])
     return {
         "configs": found,
@@ -131,7 +129,7 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
     explained: dict[int, Explained] = {}
     why: dict[str, str] = {}
     for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not sys.stderr.isatty())):
-        run_dir = first_run(config)
+        run_dir = config.complete[0]
         try:
             run = load_run(run_dir, {"num_workers": 0}, device=device)
             explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)

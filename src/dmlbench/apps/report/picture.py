@@ -9,20 +9,85 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
+from dmlbench.apps.loaded import distance_of_run, table_of_run
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.report.retrievals import chosen_queries, first_run, image, retrieved, that_can_be_shown
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.apps.trained import table_of_run
+from dmlbench.data.images.pixels import read_image
+from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.config_table import KINDS
-from dmlbench.types import ConfigError, ImageTable, IntArray
+from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
+from dmlbench.runtime import generator
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors
 
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _LINE = 150  # letters across the figure
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
+DRAWN_FOR_EACH = 8
+"""Queries from which each one that is shown is chosen."""
+_TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Whether a run took optimizer steps here, so that it has a history and weights."""
+    return bool(read_result(run_dir).get("steps"))
+
+
+def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
+    """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
+    shown = [
+        config for config in configs if "(untrained)" not in config.label and (config.complete[0] / EMBEDDINGS).exists()
+    ]
+    for config in shown:
+        require_own_files(config.complete[0], read_result(config.complete[0]))
+    return [config for config in shown if all(config.summary[key] == shown[0].summary[key] for key in _TESTED_ON)]
+
+
+def chosen_queries(shown: Sequence[ConfigSummary], count: int) -> tuple[IntArray, int]:
+    """Queries to show, and how many were looked at: half fail in most configs, half succeed in most of them.
+
+    They are among some drawn with a fixed seed; queries without another image of their class are left out.
+    """
+    total = shown[0].summary["n_query"]
+    drawn = np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
+    some, searched, _ = _nearest(shown[0], drawn, 1)
+    positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
+    drawn = drawn[positive.any(1).numpy()]
+    wrong = np.sum([[not near[0][1] for _, near in retrieved(config, drawn, 1)] for config in shown], axis=0)
+    order = np.argsort(-wrong, kind="stable")
+    half = min(count // 2, int((wrong > 0).sum()))
+    rest = order[half:][::-1][: count - half]
+    return drawn[np.concatenate([order[:half], rest])], len(drawn)
+
+
+def retrieved(config: ConfigSummary, chosen: IntArray, count: int) -> list[tuple[int, list[tuple[int, bool]]]]:
+    """Chosen queries as rows of the table, and the rows nearest to them, each with whether it is of their class."""
+    queries, searched, neighbors = _nearest(config, chosen, count)
+    return [
+        (int(row), [(int(searched.ids[j]), bool(searched.labels[j] == label)) for j in line])
+        for row, label, line in zip(queries.ids, queries.labels, neighbors.index.tolist(), strict=True)
+    ]
+
+
+def _nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[EmbeddingSet, EmbeddingSet, Neighbors]:
+    """The queries ``rows`` of a config's first run, what is searched, and the nearest of it."""
+    stored = load_embeddings(config.complete[0] / EMBEDDINGS)
+    queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
+    some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
+    count = min(count, len(searched) - 1)
+    return some, searched, nearest(some, searched, count, distance=distance_of_run(config.complete[0]))
+
+
+def image(table: ImageTable, row: int) -> NDArray[np.uint8]:
+    """One image, [H, W] or [H, W, 3]."""
+    if table.pixels is not None:
+        return np.asarray(table.pixels[row])
+    return np.asarray(read_image(Path(table.root) / str(table.paths[row])))
 
 
 def draw_report(
@@ -36,10 +101,8 @@ def draw_report(
 ) -> None:
     """Write a PNG: scores of all configs on top, retrieved images of one run of each trained config below.
 
-    Args:
-        configs: of one data set and protocol.
-        num_queries: queries to show, the same for every config, drawn with a fixed seed; half are failures of the first
-            trained config, if it has enough.
+    The ``num_queries`` queries are the same for every config; half are failures of the first trained one, if it has
+    enough.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     if absent := [metric for metric in metrics if metric not in known]:
@@ -63,7 +126,7 @@ def draw_report(
     ]
     top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
     if shown:
-        table = table_of_run(first_run(shown[0]), shown[0].summary)
+        table = table_of_run(shown[0].complete[0], shown[0].summary)
         chosen, _ = chosen_queries(shown[:1], num_queries)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):
@@ -101,7 +164,7 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
 
 def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
     lines = retrieved(config, chosen, num_nearest)
-    title = f"{config.label}: query and its {num_nearest} nearest ({first_run(config).name})"
+    title = f"{config.label}: query and its {num_nearest} nearest ({config.complete[0].name})"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(lines), 1 + len(lines[0][1]), squeeze=False)
     for line, (query, near) in zip(axes, lines, strict=True):

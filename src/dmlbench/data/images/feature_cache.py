@@ -193,8 +193,8 @@ def _build(
             "building the feature cache of %s: %d of %d records, %.2f GB in %s", name, len(todo), cache.num_records,
             total / 1e9, cache.path,
         )  # fmt: skip
-        done, began = 0, time.monotonic()
-        told = False
+        done, told = 0, False
+        first, began = 0, 0.0  # the first block may wait for the image cache
         with tqdm(total=len(todo), desc=f"{name}: features", unit="view", disable=not progress, leave=False) as bar:
             for block in records(todo):
                 values = _as_stored(block, cache.settings.dtype, name)
@@ -203,10 +203,11 @@ def _build(
                     os.pwrite(file.fileno(), _checksum(record.data).to_bytes(4, "little"), len(head) + 4 * place)
                 done += len(values)
                 bar.update(len(values))
-                if not told and (passed := time.monotonic() - began) > 20:
-                    told = True
-                    logger.info("%.0f views a second, %.0f minutes left", done / passed,
-                                (len(todo) - done) * passed / done / 60)  # fmt: skip
+                if not first:
+                    first, began = done, time.monotonic()
+                elif not told and (passed := time.monotonic() - began) > 20:
+                    told, rate = True, (done - first) / passed
+                    logger.info("%.0f views a second, %.0f minutes left", rate, (len(todo) - done) / rate / 60)
                 check()
         os.fsync(file.fileno())
 

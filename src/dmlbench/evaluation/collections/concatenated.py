@@ -2,25 +2,40 @@
 
 Ranking by the sum of the models' squared distances of unit rows is ranking by the distance of the concatenated unit
 vectors, so one tile of similarities per model serves every collection and the models themselves. Letters: M models,
-Q queries, T queries of a tile, N gallery items, S rankings by sums of F models each, k places that matter.
+Q queries, T queries of a tile, N gallery items, W of a block, n that some sum may need, S rankings by sums of F models
+each, C items that bound what every sum needs, k places that matter.
 """
 
+import functools
 import itertools
 import logging
-from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 
-from dmlbench.evaluation.collections import ranking
-from dmlbench.evaluation.collections.ranking import Near, joined, largest_on_average, reached_by, select
 from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
+from dmlbench.evaluation.search.candidates import (
+    FloatRows,
+    Found,
+    Tile,
+    Workspace,
+    by_row,
+    floor_below,
+    kth_bound,
+    marked,
+    pack,
+    settle,
+    to_device,
+    to_host,
+)
 from dmlbench.evaluation.search.pairwise import search_by
 from dmlbench.evaluation.search.scan import (
     Search,
@@ -45,7 +60,21 @@ _BYTES_PER_ITEM = 16  # of a query and a block, besides the similarities
 _NEAR_ON_AVERAGE = 3  # times the places that matter: items that bound what every sum needs
 _BYTES_PER_PLACE = 2  # of a ranking of a query: whether it is relevant
 
+_TOGETHER = 8  # queries of a tile whose similarities are read while they are in a core's own cache
+_RANKED = 2**18  # items of some sums that are put in order together
+
 logger = logging.getLogger(__name__)
+
+_workspace = Workspace()
+
+
+class Near(NamedTuple):
+    """Items that some sum of models may need, query by query."""
+
+    value: FloatRows  # [M, n] similarities
+    column: IntArray  # [n] gallery items, ascending for each query
+    counts: IntArray  # [T] items of each query
+    reach: FloatRows  # [T, S] values that the sums of at least k items reach
 
 
 def concatenated_scores(
@@ -65,10 +94,9 @@ def concatenated_scores(
         members: query rows [Q, D] by every model, [fold][repeat]; equal ids and labels in the same order (the caller
             checks), D may differ.
         galleries: gallery rows by the same models, or None: the queries are searched among themselves.
-        spec: what to compute; ``back_end`` is ignored.
+        spec: ``back_end`` is ignored.
         distances: the models' distances, [fold][repeat]; None, as a whole or of a model, is that of unit vectors.
-        own: whether to evaluate every model alone, too, from the same products.
-        progress: whether to show a bar.
+        own: evaluate every model alone, too, from the same products.
 
     Returns:
         Evaluations by choice, the last fold's repeat changing fastest, and of the models [fold][repeat] if ``own``.
@@ -115,7 +143,7 @@ def _score(
 ) -> None:
     """Fill ``scores`` [rankings of all groups, names, Q] for ``rankings``: groups [S, F] of sums of ``models``."""
     device, on_host = models[0].device, models[0].on_host
-    rank = (numba_ranking() or ranking).rank
+    rank = numba_rank() or rank_by_numpy
     scored = of_queries(spec.scores)
     threads = models[0].threads
     num_gallery, k = len(relevance.gallery_labels), min(relevance.k, len(relevance.gallery_labels))
@@ -144,9 +172,7 @@ def _score(
         for start in range(0, num_gallery, columns):
             stop = min(start + columns, num_gallery)
             value = empty_tile((len(models), len(part), stop - start), device, on_host=on_host)
-            bounds = [
-                model.bounded_similarities(part, start, stop, out=out) for model, out in zip(models, value, strict=True)
-            ]
+            bounds = [m.bounded_similarities(part, start, stop, out=x) for m, x in zip(models, value, strict=True)]
             for out in value:
                 exclude(out, relevance.own_column[part] - start)
             slacks = np.maximum(slacks, [_slack(bounds, sums) for sums in rankings])
@@ -189,13 +215,139 @@ def _slack(bounds: Sequence[tuple[float, float]], sums: IntArray) -> float:
     return 2 * (error + 1.01 * (sums.shape[1] - 1) * largest * 2.0**-24) + largest * 2.0**-21 + 2.0**-147
 
 
-@cache
-def numba_ranking() -> ModuleType | None:
-    """The numba kernels of ``ranking``, which give the same bits; None where numba cannot be used."""
+@functools.cache
+def numba_rank() -> Callable[..., NDArray[np.bool_]] | None:
+    """``rank_by_numpy`` in numba kernels, which give the same bits; None where numba cannot be used."""
     try:
-        from dmlbench.evaluation.collections import numba_ranking as kernels
+        from dmlbench.evaluation.collections.numba_ranking import rank
     except Exception as error:  # numba is missing, does not fit the other libraries, or has no folder for its cache
         logger.info("collections are ranked without numba, in more time (%s); the extra 'fast' brings it", error)
         return None
     logger.info("collections are ranked by numba; compiling takes up to some ten seconds once, then it is kept")
-    return kernels
+    return rank
+
+
+def largest_on_average(value: Tile, sums: IntArray, count: int) -> tuple[FloatRows, Tile]:
+    """``value`` [M, T, W] of ``count`` items [M, T, C] large on average, and a bound [T, W] of all ``sums`` [S, F]."""
+    if isinstance(value, Tensor):
+        average, bound = _middle_and_upper(value, sums)
+        nearest = average.topk(min(count, average.shape[1]), dim=1, sorted=False).indices
+        return to_host(value.gather(2, nearest.expand(len(value), -1, -1)))[0], bound
+    middle, upper = to_host(*_middle_and_upper(torch.from_numpy(value), sums))
+    height, width = middle.shape
+    place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
+    return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1), upper
+
+
+def reached_by(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
+    """Values [T, S] that every sum of at least k of the items ``some`` [M, T, C] reaches; -inf if there are fewer."""
+    return np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1)
+
+
+def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, slack: float) -> Near:
+    """Items of a block of the gallery that may be among the k nearest by any sum of similarities ``value`` [M, T, W].
+
+    ``largest`` [T, W] bounds every sum, ``reach`` [T, S] is what at least k items reach, here or in blocks before. Sums
+    further apart than ``slack`` are in the right order. The block's first column is the item ``first_column``.
+    """
+    floor = floor_below(reach.min(axis=1, keepdims=True), slack)
+    flat = value.reshape(len(value), -1)
+    if isinstance(largest, Tensor) and isinstance(flat, Tensor):
+        place = torch.nonzero((largest >= to_device(largest.device, floor)[0]).flatten())[:, 0]
+        item, near = to_host(place, torch.as_tensor(flat)[:, place])
+    else:
+        item = np.flatnonzero(largest >= floor)
+        near = np.asarray(flat[:, item])
+    counts, column = by_row(item, largest.shape)
+    return Near(near, column + first_column, counts, reach)
+
+
+def joined(blocks: Sequence[Near]) -> Near:
+    """Concatenate the items of all blocks, query by query."""
+    if len(blocks) == 1:
+        return blocks[0]
+    value, column, counts, _ = zip(*blocks, strict=True)
+    order = np.argsort(np.concatenate([np.repeat(np.arange(len(count)), count) for count in counts]), kind="stable")
+    return Near(np.concatenate(value, axis=1)[:, order], np.concatenate(column)[order], sum(counts), blocks[-1].reach)
+
+
+def rank_by_numpy(
+    models: Sequence[Search],
+    part: IntArray,
+    near: Near,
+    sums: IntArray,
+    relevant: NDArray[np.bool_],
+    *,
+    k: int,
+    slack: float,
+) -> NDArray[np.bool_]:
+    """Relevance by rank [S, T, k] of the queries ``part`` [T] by every sum of similarities of ``sums`` [S, F] models.
+
+    ``relevant`` [n] says whether an item of ``near``, the candidates for the k nearest, is of the query's class. Sums
+    further apart than ``slack`` are in the right order; exact similarities of ``models`` [M] decide the others.
+    """
+    ranked = np.zeros((len(sums), len(part), k), dtype=bool)
+    query = np.repeat(np.arange(len(part)), near.counts)
+    totals = zip(_totals(near.value, sums), near.reach.T, strict=True)
+    at_once = max(1, _RANKED // max(1, len(query)))
+    for start in range(0, len(sums), at_once):
+        some = sums[start : start + at_once]
+        counts, keys = [], []
+        for total, reach in itertools.islice(totals, len(some)):
+            item = np.flatnonzero(total >= np.repeat(floor_below(reach, slack), near.counts))
+            counts.append(np.bincount(query[item], minlength=len(part)))
+            keys.append(pack(total[item], item) | relevant[item])
+        exact = functools.partial(_exact_sums, models, part, near, query, np.repeat(some, len(part), axis=0))
+        rows = Found(np.concatenate(counts), np.concatenate(keys)).padded()
+        settled = settle(rows, exact, k=k, slack=slack, by_mark=True)[:, :k]
+        ranked[start : start + len(some), :, : settled.shape[1]] = marked(settled).reshape(len(some), len(part), -1)
+    return ranked
+
+
+def _exact_sums(
+    models: Sequence[Search], part: IntArray, near: Near, query: IntArray, sums: IntArray, at: IntArray, item: IntArray
+) -> NDArray[np.float64]:
+    """Exact sums [m] of ``sums[at]`` [m, F] for items ``item`` [m] of ``near``, which are of queries ``query`` [n]."""
+    total = np.zeros(len(item))
+    for chosen in sums[at].T:  # what several sums need is computed once
+        asked, place = np.unique(chosen * len(query) + item, return_inverse=True)
+        number, asked = np.divmod(asked, len(query))
+        parts = np.split(asked, np.searchsorted(number, range(1, len(models))))
+        exact = [
+            model.exact(part)(query[some], near.column[some])
+            for model, some in zip(models, parts, strict=True)
+            if len(some)
+        ]
+        total += np.concatenate(exact)[place]
+    return total
+
+
+def _middle_and_upper(value: Tensor, sums: IntArray) -> tuple[Tensor, Tensor]:
+    """Twice the middle and the upper end [T, W] of the range of all ``sums`` [S, F] of ``value`` [M, T, W]."""
+    if len(value) == 1:
+        return value[0], value[0]
+    middle, upper = torch.zeros(2, *value.shape[1:], device=value.device)
+    step = _TOGETHER if value.device.type == "cpu" else len(upper)
+    for start in range(0, len(upper), step):
+        rows = slice(start, start + step)
+        for fold in sums.T:
+            repeats = value[fold.min() : fold.max() + 1, rows]
+            middle[rows] += repeats.amin(0)
+            upper[rows] += repeats.amax(0)
+        middle[rows] += upper[rows]
+    return middle, upper
+
+
+def _totals(value: FloatRows, sums: IntArray) -> Iterator[FloatRows]:
+    """Every sum of ``value`` [M, ..], valid until the next; a prefix shared with the sum before is not added again."""
+    before: list[int] = []
+    totals: list[FloatRows] = []
+    for models in sums.tolist():
+        same = next((fold for fold, model in enumerate(before) if model != models[fold]), 0)
+        del totals[same:]
+        for fold in range(same, len(models)):
+            one = value[models[fold]]
+            out = _workspace.array(f"total of {fold}", one.shape, np.float32)
+            totals.append(np.add(totals[-1], one, out=out) if fold else one)
+        before = models
+        yield totals[-1]

@@ -1,4 +1,4 @@
-"""``ranking.rank`` in numba kernels, query by query and bit-equal.
+"""``concatenated.rank_by_numpy`` in numba kernels, query by query and bit-equal.
 
 Letters: M models, T queries of a tile, S sums of F models each, n items that some sum may need, k places that matter.
 
@@ -6,8 +6,8 @@ With a_0 <= a_1 <= .. the numbers of irrelevant items above each relevant one, t
 others. So relevant items are compared with irrelevant ones only, and exactly only where the two are near.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,24 +15,21 @@ from numba.core.types import voidptr
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.collections.ranking import Near
-from dmlbench.evaluation.search.candidates import LOWEST
+from dmlbench.evaluation.collections.concatenated import Near
+from dmlbench.evaluation.search.candidates import LOWEST, FloatRows
 from dmlbench.evaluation.search.scan import Search
-from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 _WANTED = np.inf  # in place of an exact similarity: it is to be computed
 _LANES = 32  # numbers that a vector unit compares at a time
 
 
-def _compiled(function: Function) -> Function:
+def _compiled(function: Any) -> Any:
     """``numba.njit`` without the GIL, cached next to the source or in the user's cache if either is writable."""
     try:
-        return cast(Function, numba.njit(cache=True, nogil=True)(function))
+        return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba finds no folder that can be written to
-        return cast(Function, numba.njit(nogil=True)(function))
+        return numba.njit(nogil=True)(function)
 
 
 def rank(
@@ -45,7 +42,7 @@ def rank(
     k: int,
     slack: float,
 ) -> NDArray[np.bool_]:
-    """As ``ranking.rank``; ``slack`` may be rounded."""
+    """As ``rank_by_numpy``; ``slack`` may be rounded."""
     row = np.repeat(np.arange(len(part)), near.counts)
     order = np.argsort(2 * row.astype(np.uint16) + ~relevant, kind="stable")  # a query's relevant items lead
     lead = np.bincount(row[relevant], minlength=len(part))
@@ -56,7 +53,7 @@ def rank(
     # the arrays' addresses, for a list of them would be compiled anew for every number of models
     held = np.array([(0, 0, 0) if r is None else (r[0].ctypes.data, r[1].ctypes.data, r[0].shape[1]) for r in rows])
     while pending.any():
-        _rank(near, part, order, lead, sums, np.float32(slack), held, known, pending, ranked)
+        _rank_tile(near, part, order, lead, sums, np.float32(slack), held, known, pending, ranked)
         for model, similarity in ((models[at], known[at]) for at, r in enumerate(rows) if r is None):
             item = np.flatnonzero(similarity == _WANTED)
             if len(item):
@@ -65,7 +62,7 @@ def rank(
 
 
 @_compiled
-def _rank(
+def _rank_tile(
     tile: Near,
     part: IntArray,
     order: IntArray,
@@ -175,7 +172,7 @@ def _exact_sum(
 
 @_compiled
 def _exact(held: IntArray, query: int, column: int) -> float:
-    """``unit_rows.exact_similarities`` of two rows."""
+    """``unit_vectors.exact_similarities`` of two rows."""
     width = held[2]
     x, y = _row(held[0], query, width), _row(held[1], column, width)
     terms = np.zeros(width + 1)  # a row may have no columns

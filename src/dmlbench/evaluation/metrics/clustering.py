@@ -2,18 +2,16 @@
 
 import importlib.util
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
-from dmlbench.evaluation.search.unit_rows import FloatRows, unit_rows
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_choice
+from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_at_least, check_choice
 
 KmeansInit = Literal["random", "k-means++"]
 KmeansLibrary = Literal["auto", "faiss", "scikit-learn"]
@@ -27,30 +25,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KmeansSettings:
-    """How clusters are found.
+    """How clusters are found."""
 
-    Attributes:
-        seed: in [0, 2^31).
-        library: "auto" takes faiss if installed, else scikit-learn. Their clusters differ.
-        init: first centers, "random" rows or those of "k-means++".
-        restarts: the run with the least sum of squared distances counts.
-        max_steps: of Lloyd's algorithm; 25 is faiss's default. Scikit-learn ends earlier at its tolerance.
-    """
-
-    seed: int = 0
-    library: KmeansLibrary = "auto"
-    init: KmeansInit = "random"
-    restarts: int = 1
-    max_steps: int = 25
+    seed: int = 0  # in [0, 2^31)
+    library: KmeansLibrary = "auto"  # faiss if installed, else scikit-learn; their clusters differ
+    init: KmeansInit = "random"  # rows are the first centers
+    restarts: int = 1  # the run with the least sum of squared distances counts
+    max_steps: int = 25  # of Lloyd's algorithm: faiss's default; scikit-learn ends earlier at its tolerance
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"kmeans_seed ({self.seed}) must lie in [0, 2^31), the seeds that faiss takes")
         check_choice("kmeans_library", self.library, get_args(KmeansLibrary))
         check_choice("kmeans_init", self.init, get_args(KmeansInit))
-        for name in ("restarts", "max_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"kmeans_{name}: got {getattr(self, name)}, expected at least 1.")
+        check_at_least(1, kmeans_restarts=self.restarts, kmeans_max_steps=self.max_steps)
 
     @property
     def chosen_library(self) -> str:
@@ -85,11 +73,6 @@ class WholeSet:
     """All items of an evaluation, each once: the queries, then the gallery's other ones.
 
     pytorch-metric-learning clusters the queries alone; without a separate gallery, that is the same set.
-
-    Attributes:
-        rows: unit rows [N, D].
-        raw_rows: rows as given [N, D].
-        labels: [N].
     """
 
     def __init__(
@@ -107,8 +90,8 @@ class WholeSet:
             only = self_columns(ids_of(gallery), ids_of(queries)) < 0
             rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
             self.labels = np.concatenate([self.labels, labels_of(gallery)[only]])
-        self.rows = unit_rows(rows)
-        self.raw_rows: FloatRows = rows.detach().to("cpu", torch.float32).numpy()
+        self.rows = unit_rows(rows)  # [N, D]
+        self.raw_rows: FloatRows = rows.detach().to("cpu", torch.float32).numpy()  # as given
         self._searched = queries, gallery
 
     @cached_property
@@ -199,14 +182,8 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
 
     With S the sum of a class's n unit vectors, its n (n - 1) ordered pairs have the mean distance
     1 - (|S|^2 - sum_i |x_i|^2) / (n (n - 1)); *intra* is the mean over the classes with at least two items.
-    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)).
-
-    Args:
-        rows: unit vectors [N, D]; a zero row is at distance 1 from everything.
-        labels: [N].
-
-    Raises:
-        RunError: all items are of one class, or no class has two items.
+    With T the sum over C classes of S / |S|, *inter* is 1 - (|T|^2 - C) / (C (C - 1)). Rows [N, D] are unit vectors; a
+    zero row is at distance 1 from everything.
 
     Source: Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML
     2020 (pi_intra, pi_inter), as their code computes them.
@@ -217,7 +194,10 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
     directions, num_directions = np.zeros(rows.shape[1]), 0
     for members in np.split(order, starts[1:]):
         total, squares = np.zeros(rows.shape[1]), 0.0
-        for part in _float64_units(rows, members):
+        for start in range(0, len(members), _CHUNK_ROWS):
+            part = rows[members[start : start + _CHUNK_ROWS]].astype(np.float64)
+            norm = np.sqrt((part * part).sum(axis=1, keepdims=True))
+            part /= np.where(norm == 0, 1.0, norm)  # renormalized in float64; zero rows stay zero
             total += part.sum(axis=0)
             squares += float((part * part).sum())
         length, n = float(np.sqrt(total @ total)), len(members)
@@ -232,11 +212,3 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
         )
     inter = 1 - (float(directions @ directions) - num_directions) / (len(starts) * (len(starts) - 1))
     return float(np.mean(intra)), inter
-
-
-def _float64_units(rows: FloatRows, members: IntArray) -> Iterator[NDArray[np.float64]]:
-    """``rows[members]`` in parts, float64, renormalized in float64 (zero rows stay zero)."""
-    for start in range(0, len(members), _CHUNK_ROWS):
-        part = rows[members[start : start + _CHUNK_ROWS]].astype(np.float64)
-        norm = np.sqrt((part * part).sum(axis=1, keepdims=True))
-        yield part / np.where(norm == 0, 1.0, norm)

@@ -61,17 +61,12 @@ class Metric:
         return self.reads in ("nearest", "ranking")
 
 
+@dataclass(frozen=True)
 class Ranking:
-    """Relevance by rank, and the sums over it that several metrics share.
+    """Relevance by rank, and the sums over it that several metrics share."""
 
-    Attributes:
-        relevant: [Q, k] nearest first, False beyond the end of the gallery.
-        positives: R [Q], relevant gallery items (the query itself not counted), at least 1 each.
-    """
-
-    def __init__(self, relevant: NDArray[np.bool_], positives: IntArray) -> None:
-        self.relevant = relevant
-        self.positives = positives
+    relevant: NDArray[np.bool_]  # [Q, k] nearest first, False beyond the end of the gallery
+    positives: IntArray  # R [Q], relevant gallery items (the query itself not counted), at least 1 each
 
     @cached_property
     def hits(self) -> NDArray[np.int32]:
@@ -208,11 +203,7 @@ class Score:
 
 
 def score_named(name: str) -> Score:
-    """The score of a name such as ``map_at_r`` or ``recall_at_10``.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The score of a name such as ``map_at_r`` or ``recall_at_10``; ConfigError for an unknown one."""
     if name in METRICS and not METRICS[name].takes_k:
         return Score(METRICS[name])
     family, _, k = name.rpartition("_at_")
@@ -233,11 +224,7 @@ def score_labeled(label: str) -> Score | None:
 
 
 def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
-    """All scores that ``metrics`` name, each once, in the order of the table.
-
-    Raises:
-        ConfigError: a name is unknown or repeated, ``metrics`` is empty, or a K is wrong.
-    """
+    """All scores that ``metrics`` name, each once, in the order of the table; ConfigError for wrong names or Ks."""
     values = list(recall_at)
     if any(not isinstance(k, Integral) or not 1 <= k < 10**9 for k in values) or values != sorted(set(values)):
         raise ConfigError(
@@ -286,17 +273,12 @@ def depth(positives: IntArray, num_gallery: int, scores: Sequence[Score]) -> int
 def query_scores(
     relevant: NDArray[np.bool_], positives: IntArray, scores: Sequence[Score]
 ) -> dict[str, NDArray[np.float64]]:
-    """Per-query scores [Q] by name.
+    """Per-query scores [Q] by name, of relevance by rank [Q, k] (k >= ``depth``) and positives R [Q] (see ``Ranking``).
 
-    Args:
-        relevant: [Q, k] by rank, nearest first, False beyond the end of the gallery; k >= ``depth``.
-        positives: R [Q], at least 1 each.
-        scores: what to compute; scores of the whole set are left out.
+    Scores of the whole set are left out.
     """
     ranking = Ranking(relevant, positives)
-    return {
-        score.name: np.asarray(score.metric.score(ranking, score.k), dtype=np.float64) for score in of_queries(scores)
-    }
+    return {one.name: np.asarray(one.metric.score(ranking, one.k), np.float64) for one in of_queries(scores)}
 
 
 def mean_scores(per_query: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:

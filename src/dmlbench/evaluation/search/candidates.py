@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search.unit_rows import FloatRows
 from dmlbench.types import IntArray
 
+FloatRows = NDArray[np.float32]
 Keys = NDArray[np.uint64]
 
 PADDING = np.uint64(2**64 - 2)  # sorts behind every candidate and carries no mark
@@ -89,15 +89,10 @@ def marked(keys: Keys) -> NDArray[np.bool_]:
 
 
 class Found(NamedTuple):
-    """Entries of a tile, by row.
+    """Entries of a tile, by row."""
 
-    Attributes:
-        counts: [T] entries of each row.
-        keys: [M] their keys, row by row.
-    """
-
-    counts: IntArray
-    keys: Keys
+    counts: IntArray  # [T] entries of each row
+    keys: Keys  # [M] their keys, row by row
 
     def padded(self) -> Keys:
         """[T, C] with C the largest count."""
@@ -153,16 +148,11 @@ def kth_bound(similarity: Tile, k: int) -> FloatRows:
 
 
 class TopK:
-    """Candidates for the k nearest of T queries, tile by tile of the gallery.
-
-    Attributes:
-        keys: [T, C] so far.
-        floor: [T, 1] similarity below which nothing counts.
-    """
+    """Candidates for the k nearest of T queries, tile by tile of the gallery."""
 
     def __init__(self, num_rows: int, k: int, *, slack: float) -> None:
-        self.keys: Keys = np.empty((num_rows, 0), dtype=np.uint64)
-        self.floor = np.full((num_rows, 1), LOWEST)
+        self.keys: Keys = np.empty((num_rows, 0), dtype=np.uint64)  # [T, C] so far
+        self.floor = np.full((num_rows, 1), LOWEST)  # similarity below which nothing counts
         self._k, self._slack = k, slack
         self._lock = threading.Lock()
 
@@ -190,7 +180,6 @@ def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark:
 
     Args:
         keys: [T, C] that contain the k nearest of every row.
-        exact: float64 similarities of (row, column) pairs.
         k: places that matter; the order beyond may be that of the float32 values.
         slack: values further apart than this are in the right order.
         by_mark: only the order between marked (relevant) and other candidates has to be right: no score needs more.

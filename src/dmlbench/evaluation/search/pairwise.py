@@ -29,13 +29,7 @@ from torch import Tensor
 
 from dmlbench.evaluation.embeddings.sets import own_columns
 from dmlbench.evaluation.search.candidates import Keys, Tile, pack
-from dmlbench.evaluation.search.scan import (
-    BYTES_PER_CANDIDATE,
-    BYTES_PER_WAITING,
-    ScanPlan,
-    Search,
-    halved_where_full,
-)
+from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, halved_where_full
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
@@ -79,9 +73,7 @@ class PairwiseSearch(Search):
     of one query and ``_COLUMNS`` gallery items in that precision decides. Equal rows get the same bits either way.
 
     Args:
-        queries: rows [Q, D].
-        gallery: rows [N, D], or None: the queries are searched among themselves.
-        distance: larger is nearer if ``is_inverted``.
+        gallery: None searches the queries among themselves.
         tile_bytes: memory for tiles and candidates.
         device: where tiles are computed; ignored for a distance with parameters and without ``float32_error``, which
             runs where these are. None: the device of the parameters, or of the queries.
@@ -143,7 +135,7 @@ class PairwiseSearch(Search):
             return self._checked(value.to(torch.float64)) * self._sign
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        there = out if isinstance(out, Tensor) else torch.from_numpy(out)
+        there = torch.as_tensor(out)
 
         def work(first: int, last: int) -> None:
             there[:, first - start : last - start] = self._scaled(part, slice(first, last))
@@ -153,7 +145,7 @@ class PairwiseSearch(Search):
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
         """The signed values of the distance, which add up over models."""
         value = self.tile(part, slice(start, stop))
-        (out if isinstance(out, Tensor) else torch.from_numpy(out)).copy_(value)
+        torch.as_tensor(out).copy_(value)
         largest = float(value.abs().max())
         relative = 1.02 * self._relative + 2.0**-24
         return largest * relative + self._absolute + 2.0**-149, 1.01 * largest
@@ -169,15 +161,16 @@ class PairwiseSearch(Search):
 
     def _checked(self, value: Tensor) -> Tensor:
         if not bool(torch.isfinite(value).all()):
-            raise RunError(
-                f"{type(self.distance).__name__} gave NaN or infinity for finite embeddings; its state is damaged"
-            )
+            raise RunError(f"{type(self.distance).__name__} gave NaN or infinity; its state is damaged")
         return value
 
     def plan(self, k: int, num_wanted: int) -> ScanPlan:
         """By half where the distance is symmetric and the candidates of all queries fit into memory."""
         size, threads = self.num_gallery, self.threads
-        entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * self._bytes_per_pair)))
+        # a distance of unknown implementation may expand pairs
+        expands = not self._bounded and not _is_lp_or_product(self.distance)
+        bytes_per_pair = 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
+        entries = max(1, min(_TILE_ENTRIES, self.free_bytes // (2 * threads * bytes_per_pair)))
         rows = max(2 * k, _MIN_ROWS, size // _BLOCKS)
         pays = self._within and self._symmetric and 4 * num_wanted >= 3 * size and rows < size
         if pays and entries >= rows**2 and BYTES_PER_WAITING * k * size <= self.free_bytes // 4:
@@ -185,12 +178,6 @@ class PairwiseSearch(Search):
         candidates = self.free_bytes // (2 * threads * BYTES_PER_CANDIDATE * min(size, k + k // 4 + 8))
         rows = max(1, min(_MAX_ROWS, num_wanted, entries, candidates))
         return ScanPlan(rows, max(1, min(size, entries // rows)), threads)
-
-    @property
-    def _bytes_per_pair(self) -> int:
-        """Memory per pair of a tile; a distance of unknown implementation may expand pairs."""
-        expands = not self._bounded and not _is_lp_or_product(self.distance)
-        return 40 + (2 * self._queries.element_size() * self._queries.shape[1] if expands else 0)
 
     def exact_pairs(self, queries: IntArray, columns: IntArray) -> NDArray[np.float64]:
         first, second = self._places[0][queries], self._places[-1][columns]

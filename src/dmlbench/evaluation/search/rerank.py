@@ -1,7 +1,7 @@
-"""Candidate lists by cosine, in the order of another distance: ``rerank=diml`` and ``evaluation.shortlist=N`` (AVSL).
+"""The nearest gallery items by any distance, and candidate lists by cosine in the order of another distance.
 
-A ``Reranker`` orders the first places of the whole ranking. A shortlist is all that a distance ranks; the distance
-offers it by ``shortlist_rows(rows) -> Tensor``: rows [N, d] to compare as unit vectors.
+A ``Reranker`` (``rerank=diml``) orders the first places of the whole ranking. A shortlist (``evaluation.shortlist=N``,
+AVSL) is all that a distance ranks; it offers ``shortlist_rows(rows) -> Tensor``: rows [N, d] to be unit vectors.
 
 Letters: Q queries, T of them in a tile, k places that matter, K neighbors that are reranked, W numbers of a row.
 """
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import PADDING, Keys, to_device, to_host
-from dmlbench.evaluation.search.pairwise import PairwiseSearch
+from dmlbench.evaluation.search.pairwise import PairwiseSearch, search_by
 from dmlbench.evaluation.search.scan import halved_where_full, moved_to, over_threads, single_threaded_products
-from dmlbench.evaluation.search.unit_vectors import BackEnd, UnitSearch
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
+from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, Neighbors, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -39,11 +39,9 @@ class Reranker(Protocol):
 
     def center_rows(self, rows: Tensor) -> Tensor:
         """Rows [N, D] whose cosine makes the candidate lists, of rows [N, W]."""
-        ...
 
     def reranked_similarities(self, queries: Tensor, neighbors: Tensor, known: Tensor) -> Tensor:
         """Similarities [T, K] of queries [T, W] to neighbors [T, K, W]; ``known`` [T, K] is False at padding."""
-        ...
 
 
 def rerank_nearest(
@@ -57,19 +55,10 @@ def rerank_nearest(
     back_end: BackEnd = "auto",
     device: torch.device | None = None,
 ) -> Iterator[tuple[IntArray, IntArray, NDArray[np.float64]]]:
-    """Rerank the exact neighbors by ``center_rows`` as unit vectors, ties as they were.
+    """Rerank the exact neighbors by ``center_rows`` as unit vectors, ties as they were; ``wanted`` are the queries.
 
-    Values that differ by rounding alone may depend on the device.
-
-    Args:
-        queries: rows [Q, W].
-        gallery: rows, or None: the queries are searched among themselves.
-        reranker: compares the first ``num_neighbors`` in float64, even if k is less.
-        k: places that matter.
-        wanted: queries, in the order in which they are yielded.
-        tile_bytes: bound of the memory beyond the sets.
-        back_end: of the first search.
-        device: where both searches run; None: the device of the rows.
+    The first ``num_neighbors`` are compared in float64, even if k is less. Values that differ by rounding alone may
+    depend on the device. ``tile_bytes`` bounds the memory beyond the sets.
 
     Yields:
         (queries [T], gallery items [T, k] nearest first or -1, similarities of the reranked ones [T, at most k]).
@@ -168,3 +157,44 @@ def rank_shortlists(
                 keys[place, : len(found)] = found
             result = finish(part, keys)
         yield part, result
+
+
+def nearest(
+    queries: EmbeddingSet,
+    gallery: EmbeddingSet | None,
+    k: int,
+    *,
+    distance: "BaseDistance | None" = None,
+    back_end: BackEnd = "auto",
+    tile_bytes: int = TILE_BYTES,
+) -> Neighbors:
+    """The k nearest gallery items of every query, ties by gallery index.
+
+    Args:
+        gallery: rows to search; None searches the queries. A query never finds the item with its own row id.
+        k: neighbors per query, at most the items that every query may find.
+        distance: None, and one that ranks alike, is the Euclidean distance of unit vectors.
+        tile_bytes: bound of the memory taken beyond the sets and the result.
+
+    Returns:
+        index [Q, k] int64 into the gallery and distance [Q, k] float64, both on the CPU: sqrt(2 - 2 s) of unit vectors,
+        else the distance's own values; NaN behind the items that a reranker compares.
+    """
+    wanted = np.arange(len(queries))
+    if isinstance(distance, Reranker):
+        found = rerank_nearest(queries, gallery, distance, k, wanted=wanted, tile_bytes=tile_bytes)
+        _, indices, values = zip(*found, strict=True)
+        behind = ((0, 0), (0, indices[0].shape[1] - values[0].shape[1]))
+        value = np.pad(np.concatenate(values), behind, constant_values=np.nan)
+        return Neighbors(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(value))
+    search = search_by(distance, queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
+    available = search.num_gallery - int((search.own_column >= 0).any())
+    if not 1 <= k <= available:
+        raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")
+    index = np.concatenate([columns for _, columns in search.nearest(k, wanted=wanted)])
+    value = search.exact(wanted)(np.repeat(wanted, k), index.reshape(-1)).reshape(index.shape)
+    if isinstance(search, UnitSearch):
+        value = np.sqrt(np.maximum(0.0, 2.0 - 2.0 * value))
+    elif not search.distance.is_inverted:
+        value = -value
+    return Neighbors(torch.from_numpy(index), torch.from_numpy(value))

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import (
     ExactSimilarity,
+    FloatRows,
     Keys,
     Tile,
     TopK,
@@ -32,7 +33,6 @@ from dmlbench.evaluation.search.candidates import (
     settle,
     to_device,
 )
-from dmlbench.evaluation.search.unit_rows import FloatRows, strict_float32_products
 from dmlbench.runtime import single_threaded_torch
 from dmlbench.types import IntArray, RunError
 
@@ -49,36 +49,24 @@ _workspace = Workspace()
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """How a scan is divided.
+    """How a scan is divided."""
 
-    Attributes:
-        rows: queries of a tile or rows of a block.
-        columns: gallery items of a tile.
-        threads: that share the tiles.
-        by_half: whether each tile of a symmetric search within one set serves both sides.
-    """
-
-    rows: int
-    columns: int
-    threads: int
-    by_half: bool = False
+    rows: int  # queries of a tile or rows of a block
+    columns: int  # gallery items of a tile
+    threads: int  # that share the tiles
+    by_half: bool = False  # each tile of a symmetric search within one set serves both sides
 
 
 class Search(ABC):
     """Queries and gallery, ready to be searched; larger similarities are nearer.
 
-    Attributes:
-        own_column: [Q] gallery index that a query must not find, or -1.
-        num_gallery: N.
-        slack: float32 similarities further apart than this are in the right order.
-        device: where similarities are computed.
-        on_host: whether tiles are arrays on the host; else they are tensors on ``device``.
-        free_bytes: memory for tiles and candidates.
+    They are computed on ``device``; with ``on_host``, tiles are arrays on the host, else tensors there. ``free_bytes``
+    is the memory for tiles and candidates.
     """
 
-    own_column: IntArray
-    num_gallery: int
-    slack: float
+    own_column: IntArray  # [Q] gallery index that a query must not find, or -1
+    num_gallery: int  # N
+    slack: float  # float32 similarities further apart than this are in the right order
 
     def __init__(self, device: torch.device, free_bytes: int) -> None:
         self.device, self.on_host, self.free_bytes = device, tiles_on_host(device), free_bytes
@@ -91,9 +79,8 @@ class Search(ABC):
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
         """As ``similarities``, up to a constant per query, on a scale that adds up over models.
 
-        Returns:
-            error: two values of a row that are more than ``2 * error`` apart are in the right order.
-            largest: bound of the absolute values.
+        Returns (error, a bound of the absolute values): two values of a row that are more than 2 errors apart are in
+        the right order.
         """
 
     @abstractmethod
@@ -117,20 +104,9 @@ class Search(ABC):
         return lambda rows, columns: self.exact_pairs(part[rows], columns)
 
     def ranked(
-        self,
-        k: int,
-        finish: Callable[[IntArray, Keys], Result],
-        *,
-        wanted: IntArray,
-        plan: ScanPlan | None = None,
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan | None = None
     ) -> Iterator[tuple[IntArray, Result]]:
-        """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile in the order of ``wanted``.
-
-        Args:
-            k: places that matter.
-            finish: called once per tile.
-            wanted: queries, ascending.
-        """
+        """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile of ``wanted``, ascending."""
         plan = plan or self.plan(k, len(wanted))
 
         def work(part: IntArray) -> tuple[IntArray, Result]:
@@ -251,6 +227,28 @@ def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *
 @lru_cache(maxsize=1)
 def _controller() -> ThreadpoolController:
     return ThreadpoolController()  # looks at every loaded library: some milliseconds
+
+
+@contextmanager
+def strict_float32_products() -> Iterator[None]:
+    """Matrix products of float32 tensors are float32 products inside: no TF32, no bf16."""
+    back_ends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    # PyTorch has the newer interface, which keeps a precision for each of them, from 2.9 on
+    held = [(back_end, back_end.fp32_precision) for back_end in back_ends if hasattr(back_end, "fp32_precision")]
+    previous = None
+    try:
+        previous = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:  # set by the newer interface, with which the older one refuses to work
+        for back_end, _ in held:
+            back_end.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if previous is not None:
+            torch.set_float32_matmul_precision(previous)
+        for back_end, value in held:
+            back_end.fp32_precision = value
 
 
 @contextmanager

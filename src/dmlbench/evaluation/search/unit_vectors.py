@@ -1,13 +1,16 @@
 """Exact nearest-neighbor search among unit vectors; no back end, tile or thread count changes the results.
 
-Rows are compared by ``unit_rows.exact_similarities``, ties by gallery index. A float32 product decides what it
-separates by more than twice its proven rounding error; only nearer pairs are computed exactly.
+THE similarity of two rows is the float64 inner product of their float32 unit vectors, summed in one fixed order: the
+same bits on every machine. Ties are ordered by gallery index. A float32 product decides what it separates by more than
+twice its proven rounding error; only nearer pairs are computed exactly.
 
-Letters: Q queries, N gallery items, D dimensions, k items wanted, T queries and W gallery items of a tile.
+Letters: Q queries, N gallery items, D dimensions, M pairs, k items wanted, T queries and W gallery items of a tile.
 """
 
 import importlib.util
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
 from typing import Literal, get_args
@@ -18,15 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.embeddings.sets import own_columns
-from dmlbench.evaluation.search.candidates import PADDING, Found, Keys, Tile, floor_below, pack, to_device
+from dmlbench.evaluation.search.candidates import PADDING, FloatRows, Found, Keys, Tile, floor_below, pack, to_device
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, moved_to
-from dmlbench.evaluation.search.unit_rows import (
-    FloatRows,
-    UnitRows,
-    exact_similarities,
-    fast_product,
-    hold_unit_rows,
-)
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice
 
 BackEnd = Literal["auto", "torch", "faiss"]
@@ -41,23 +37,178 @@ _MIN_TILE_ROWS = 64  # fewer rows than this make the matrix product slow: narrow
 _BLOCK_ROWS = 512  # of a scan by half; of more, turning a tile over takes long
 _GAIN = 25_000  # twice the multiplications that take as long as keeping a candidate of a later row (measured)
 _FAISS_EXTRA = 8  # neighbors asked beyond k, so that near ties at rank k seldom need a second search
+_CHUNK_BYTES = 2**19  # float64 products held at once: stays in a core's second-level cache
+_MEAN_ROWS = 512
+_FLOAT64_ERROR = 4e-15  # of ``exact_similarities`` itself: (log2 D + 2) 2^-53, for any D below 2^30
 
 logger = logging.getLogger(__name__)
+
+
+def halving_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum ``terms`` [M, D] over D by halves, in place; the order, and so every bit, depends on D alone."""
+    width = terms.shape[1]
+    if width == 0:
+        return np.zeros(len(terms))
+    while width > 1:
+        half = (width + 1) // 2
+        terms[:, : width - half] += terms[:, half:width]
+        width = half
+    return terms[:, 0].copy()
+
+
+def unit_rows(rows: Tensor) -> FloatRows:
+    """Rows of unit length [N, D], float32: float64 division by the float64 norm, rounded once.
+
+    The bits of a row do not depend on the others. Zero rows stay zero: their similarity to everything is 0.
+    """
+    return _divided(rows, row_norms(rows))
+
+
+def row_norms(rows: Tensor) -> NDArray[np.float64]:
+    """Lengths [N] of rows [N, D]."""
+    norm = np.empty(len(rows))
+    for start, part in _float64_parts(rows):
+        part *= part
+        norm[start : start + len(part)] = np.sqrt(halving_sum(part))
+    return norm
+
+
+def _float64_parts(rows: Tensor) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """(index of the first row, float64 copy) a few rows at a time."""
+    step = max(1, _CHUNK_BYTES // (8 * max(1, rows.shape[1])))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step].detach().to("cpu", torch.float32).numpy()
+        yield start, part.astype(np.float64)
+
+
+def _divided(rows: Tensor, norm: NDArray[np.float64]) -> FloatRows:
+    result = np.empty(tuple(rows.shape), dtype=np.float32)
+    for start, part in _float64_parts(rows):
+        length = norm[start : start + len(part), None]
+        part /= np.where(length == 0, 1.0, length)
+        result[start : start + len(part)] = part
+    return result
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Unit rows [N, D] of an embedding set, held in memory or recomputed when needed."""
+
+    source: Tensor  # [N, D] rows as given
+    norm: NDArray[np.float64]  # [N] their lengths
+    held: FloatRows | None  # [N, D] all unit rows
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def width(self) -> int:
+        return int(self.source.shape[1])
+
+    def take(self, index: IntArray | slice) -> FloatRows:
+        """Unit rows ``index`` [M]: [M, D]."""
+        if self.held is not None:
+            return self.held[index]
+        at = index if isinstance(index, slice) else torch.from_numpy(index).to(self.source.device)
+        return _divided(self.source[at], self.norm[index])
+
+    def parts(self) -> Iterator[FloatRows]:
+        """All rows in order, a few at a time."""
+        step = max(1, _CHUNK_BYTES // (4 * max(1, self.width)))
+        return (self.take(slice(start, start + step)) for start in range(0, len(self), step))
+
+
+def hold_unit_rows(rows: Tensor, *, within_bytes: int) -> UnitRows:
+    """Unit rows of ``rows`` [N, D], held if they take at most ``within_bytes``."""
+    norm = row_norms(rows)
+    return UnitRows(rows, norm, _divided(rows, norm) if 4 * rows.numel() <= within_bytes else None)
+
+
+def exact_similarities(left: UnitRows, right: UnitRows, rows: IntArray, columns: IntArray) -> NDArray[np.float64]:
+    """THE similarities [M] of the pairs (left[rows], right[columns]): products exact in float64, summed by halving."""
+    result = np.empty(len(rows))
+    step = max(1, _CHUNK_BYTES // (8 * max(1, left.width)))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        terms = left.take(rows[part]).astype(np.float64)
+        terms *= right.take(columns[part])
+        result[part] = halving_sum(terms)
+    return result
+
+
+@dataclass(frozen=True)
+class FastProduct:
+    """A float32 product that ranks every query's gallery as the exact similarities do, up to ``error``.
+
+    ``query(x) @ gallery(y).T`` of unit rows x [Q, D], y [N, D] differs from the similarities by one constant per query
+    and otherwise by at most ``error``, whatever the order of summation.
+    """
+
+    mean: NDArray[np.float64] | None  # [D] subtracted from both sides; None: the operands are the unit rows themselves
+    error: float  # two values of a row that are more than twice as far apart are in the right order
+    largest: float  # bound of the absolute values
+
+    def query(self, rows: FloatRows) -> FloatRows:
+        """Left operand of unit rows [Q, D]: [Q, D] or [Q, D + 1]."""
+        if self.mean is None:
+            return rows
+        result = _centered(rows, self.mean)
+        result[:, -1] = 1.0
+        return result
+
+    def gallery(self, rows: FloatRows) -> FloatRows:
+        """Right operand of unit rows [N, D]: [N, D] or [N, D + 1]."""
+        return rows if self.mean is None else _centered(rows, self.mean)
+
+
+def fast_product(query: UnitRows, gallery: UnitRows) -> FastProduct:
+    """Choose the operands with the smaller error for unit rows ``query`` [Q, D] and ``gallery`` [N, D].
+
+    Plain operands err by at most (D + 4) 2^-24: one rounding per product and addition, and those of centered rows.
+    Embeddings of an untrained or collapsed model all point the same way, and that error would exceed their differences.
+    With the gallery's mean m, x = m + dx and y = m + dy: x.y = x.m + m.dy + dx.dy, where x.m is the same for all y; so
+    the operands [dx, 1] and [dy, m.dy] rank alike and err in proportion to their own, then small, sizes.
+
+    Source of the bound: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5.
+    """
+    roundings = 1.01 * (query.width + 4) * 2.0**-24
+    plain = FastProduct(None, roundings + _FLOAT64_ERROR, 1.001)
+    # any vector would be right, so that of some rows is as good as the mean of all
+    some = np.arange(0, len(gallery), max(1, len(gallery) // _MEAN_ROWS))
+    mean = np.asarray(gallery.take(some).mean(axis=0, dtype=np.float64))
+    if np.linalg.norm(mean) < 0.5:  # the rows point many ways: nothing to gain
+        return plain
+    longest_query = longest_gallery = offset = 0.0
+    for part in query.parts():
+        longest_query = max(longest_query, _largest_length(_centered(part, mean)[:, :-1]))
+    for part in gallery.parts():
+        centered = _centered(part, mean)
+        longest_gallery = max(longest_gallery, _largest_length(centered[:, :-1]))
+        offset = max(offset, float(np.abs(centered[:, -1]).max()))
+    largest = longest_query * longest_gallery + offset
+    if largest >= 1:
+        return plain
+    return FastProduct(mean, roundings * largest + _FLOAT64_ERROR, largest)
+
+
+def _centered(rows: FloatRows, mean: NDArray[np.float64]) -> FloatRows:
+    """[N, D] -> [N, D + 1]: rows less their mean, and the product of that difference with the mean."""
+    result = np.empty((len(rows), rows.shape[1] + 1), dtype=np.float32)
+    step = max(1, _CHUNK_BYTES // (8 * rows.shape[1]))
+    for start in range(0, len(rows), step):
+        difference = rows[start : start + step] - mean
+        result[start : start + step, :-1] = difference
+        result[start : start + step, -1] = difference @ mean
+    return result
+
+
+def _largest_length(rows: FloatRows) -> float:
+    return 1.001 * float(np.sqrt(np.einsum("nd,nd->n", rows, rows).max(initial=0.0)))
 
 
 def check_tile_bytes(tile_bytes: int) -> None:
     if tile_bytes < MIN_TILE_BYTES:
         raise ConfigError(f"tile_bytes ({tile_bytes}) is below {MIN_TILE_BYTES}; raise it ({TILE_BYTES} is usual)")
-
-
-def check_back_end(back_end: BackEnd) -> None:
-    """Raise ConfigError for an unknown back end, and for faiss if it is not installed."""
-    check_choice("back_end", back_end, get_args(BackEnd))
-    if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
-        raise ConfigError(
-            "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
-            "or use back_end=auto, which gives the same numbers without it"
-        )
 
 
 class UnitSearch(Search):
@@ -66,8 +217,7 @@ class UnitSearch(Search):
     Rows are held where they take at most a quarter of ``tile_bytes``, else computed for every tile.
 
     Args:
-        queries: rows [Q, D].
-        gallery: rows [N, D], or None: the queries are searched among themselves.
+        gallery: None searches the queries among themselves.
         back_end: of the float32 pass. "auto" is "torch", the fastest wherever we measured; faiss searches on a CPU.
         tile_bytes: bound of the memory beyond the sets.
         device: where the float32 products run; None: the device of the queries.
@@ -83,7 +233,12 @@ class UnitSearch(Search):
         device: torch.device | None = None,
     ) -> None:
         check_tile_bytes(tile_bytes)
-        check_back_end(back_end)
+        check_choice("back_end", back_end, get_args(BackEnd))
+        if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
+            raise ConfigError(
+                "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
+                "or use back_end=auto, which gives the same numbers without it"
+            )
         reference = queries if gallery is None else gallery
         self.own_column = own_columns(queries, reference)
         self.num_gallery = len(reference)
@@ -160,8 +315,8 @@ class UnitSearch(Search):
         elif self.operand is not None:
             (right,) = to_device(self.device, self.operand[start:stop])
         else:
-            (right,) = to_device(self.device, self.product.gallery(self.gallery.part(start, stop)))
-        there = out if isinstance(out, Tensor) else torch.from_numpy(out)  # torch's product is faster than numpy's
+            (right,) = to_device(self.device, self.product.gallery(self.gallery.take(slice(start, stop))))
+        there = torch.as_tensor(out)  # torch's product is faster than numpy's
         if there.device == self.device:
             torch.mm(query, right.T, out=there)
         else:

@@ -1,14 +1,13 @@
 """DeLF and CBAM: learned attention over pixels and channels."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import (
+from dmlbench.models.pooling.base import (
+    Pooled,
     Variant,
+    WeightedPooling,
     check_odd,
     check_width,
     convolve,
@@ -21,7 +20,7 @@ from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 
 
-class Delf(Pooling):
+class Delf(WeightedPooling):
     """project(sum_j a_j x_j) with a_j = softplus(v'relu(U x_j + b) + c) from two convolutions.
 
     The variant ``paper`` sums over the pixels as written, ``official``, the code of the GSP study, takes the mean. The
@@ -30,8 +29,6 @@ class Delf(Pooling):
     Source: Noh et al., Large-Scale Image Retrieval with Attentive Deep Local Features, ICCV 2017, equation 1; settings
     and the start of the layers as in yetigurbuz/generalized-sum-pooling (tensorflow).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
         self, num_channels: int, *, num_filters: int = 512, conv_size: int = 1, variant: Variant = "official"
@@ -55,7 +52,7 @@ class Delf(Pooling):
         return Pooled(project(pooled), {"weights": shares(attention)})
 
 
-class Cbam(Pooling):
+class Cbam(WeightedPooling):
     """project(mean_j s_j y_j), where y = c * x is the map scaled per channel and s weights its pixels.
 
         c = sigmoid(M(max_j x_j) + M(mean_j x_j)),   M(u) = V relu(U u)
@@ -66,8 +63,6 @@ class Cbam(Pooling):
     Source: Woo et al., CBAM: Convolutional Block Attention Module, ECCV 2018, equations 1 to 3; followed by average
     pooling as in yetigurbuz/generalized-sum-pooling (tensorflow), which has no biases either.
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, num_channels: int, *, channel_reduction: int = 1, conv_size: int = 3) -> None:
         super().__init__()

@@ -1,13 +1,12 @@
 """Attention pooling: multi-head attention of learned queries to the pixels."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_width, start_glorot
+from dmlbench.models.pooling.base import Pooled, WeightedPooling, check_width, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 
@@ -43,7 +42,7 @@ def mean_weights(log_weights: Tensor, *, height: int, width: int) -> Tensor:
     return pixels.logsumexp(dim=1).softmax(dim=1).view(-1, height, width)
 
 
-class AttentionPool(Pooling):
+class AttentionPool(WeightedPooling):
     """Attention pooling by learned queries: u_q = multi-head attention of query q to the pixels, then the projection.
 
     Keys are W_k norm(x_j) + b_k and values W_v norm(x_j) + b_v, with an affine layer norm over channels. The queries
@@ -55,8 +54,6 @@ class AttentionPool(Pooling):
     Source: Lee et al., Set Transformer, 2019, section 3.2 (learned seeds; without their residual and feed-forward
     layers); Yu et al., CoCa, 2022, section 3.2 (one attention layer with learned queries as pooling).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
         super().__init__()
@@ -88,9 +85,7 @@ class AttentionPool(Pooling):
         if self.merge == "mean":
             return embedding_size
         if embedding_size % self.num_queries:
-            raise ConfigError(
-                f"num_queries: got {self.num_queries}, expected a divisor of {embedding_size}, the embedding's size."
-            )
+            raise ConfigError(f"num_queries: got {self.num_queries}, expected a divisor of {embedding_size}.")
         return embedding_size // self.num_queries
 
     def output_width(self, projected_size: int) -> int:

@@ -1,13 +1,10 @@
 """Average pooling with a histogram over prototypes, for cross-batch metric learning (XML)."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.base import Pooled, Pooling, Variant, project_pixels
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.spatial import Variant, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import clip_norm
 from dmlbench.types import check_positive
@@ -28,7 +25,7 @@ class GapHistogram(Pooling):
     yetigurbuz/generalized-sum-pooling (MetaGlobalPooling), which also starts the prototypes Glorot uniform.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("histogram", "pooled", "reconstruction")
+    provides = ("histogram", "pooled", "reconstruction")
 
     def __init__(
         self, embedding_size: int, num_prototypes: int = 64, *, smoothing: float = 10.0, variant: Variant = "official"

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import check_width
+from dmlbench.models.pooling.base import Pooled, Pooling, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 

@@ -1,7 +1,5 @@
 """The pooling that the backbone was trained with: class token, attention pooling, or the average."""
 
-from typing import ClassVar, Literal
-
 from torch import Tensor
 
 from dmlbench.models.pooling.base import Pooled, Pooling
@@ -16,7 +14,7 @@ class Native(Pooling):
     networks: mostly the average, and the layers, if any, between it and the classifier.
     """
 
-    needs: ClassVar[Literal["map", "native"]] = "native"
+    needs = "native"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         if x.shape[2:] != (1, 1):

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmlbench.models.pooling.base import Pooled
+from dmlbench.models.pooling.base import Pooled, project_pixels
 from dmlbench.models.pooling.global_pooling import uniform_shares
-from dmlbench.models.pooling.prototypes import PrototypePooling
-from dmlbench.models.pooling.spatial import project_pixels
+from dmlbench.models.pooling.gsp import PrototypePooling
 from dmlbench.models.projection import Projection
 from dmlbench.models.transport import prototype_cost
 from dmlbench.types import check_at_least, check_positive

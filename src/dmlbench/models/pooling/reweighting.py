@@ -1,18 +1,24 @@
 """CroW and T-SMK: weights from the magnitude of the features, without a learned network."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, at_least_float32, check_odd, check_width, shares, weighted_sum
+from dmlbench.models.pooling.base import (
+    Pooled,
+    Variant,
+    WeightedPooling,
+    at_least_float32,
+    check_odd,
+    check_width,
+    shares,
+    weighted_sum,
+)
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 
 
-class Crow(Pooling):
+class Crow(WeightedPooling):
     """project(sum_j a_j i * y_j) with y = relu(x): pixels weighted by a, channels by i (cross-dimensional weighting).
 
         a_j = sqrt(S_j / |S|),   S_j = sum_k y_jk
@@ -28,8 +34,6 @@ class Crow(Pooling):
     Source: Kalantidis et al., Cross-Dimensional Weighting for Aggregated Deep Convolutional Features, 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, *, epsilon: float = 1e-16, variant: Variant = "official") -> None:
         super().__init__()
@@ -61,7 +65,7 @@ def _pixel_weights(y: Tensor) -> Tensor:
     return torch.where(some, torch.where(some, share, 1.0).sqrt(), 0.0)
 
 
-class Tsmk(Pooling):
+class Tsmk(WeightedPooling):
     """mean_j |x_j| (W s_j + b), s the map smoothed by a moving average; W is the projection (T-SMK of the GSP study).
 
     Attention is the norm of the features before smoothing; windows at the border average over their own pixels. It is
@@ -75,8 +79,6 @@ class Tsmk(Pooling):
     Source: Tolias et al., Learning and Aggregating Deep Local Descriptors for Instance-Level Recognition, ECCV 2020;
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
         super().__init__()

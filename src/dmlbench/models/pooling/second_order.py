@@ -1,15 +1,13 @@
 """Attention from products between features: GSoP (covariances) and SOLAR (self-attention)."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.gem import Gem
-from dmlbench.models.pooling.spatial import (
+from dmlbench.models.pooling.base import (
+    Pooled,
     Variant,
+    WeightedPooling,
     at_least_float32,
     check_width,
     convolve,
@@ -17,6 +15,7 @@ from dmlbench.models.pooling.spatial import (
     shares,
     start_glorot,
 )
+from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
 
@@ -50,7 +49,7 @@ class _CovarianceHead(nn.Module):
         return torch.sigmoid(self.out(self.activation(hidden))).flatten(1)
 
 
-class Gsop(Pooling):
+class Gsop(WeightedPooling):
     """mean_j max(c * y_j, s_j relu(y_j)) for y = project(x): global second-order attention over channels and pixels.
 
     Both attentions reduce relu(y) to ``attention_dim`` channels Z (convolution, batch norm, relu) and read a matrix of
@@ -65,8 +64,6 @@ class Gsop(Pooling):
     Source: Gao et al., Global Second-order Pooling Convolutional Networks, CVPR 2019 (fusion by maximum);
     ZilinGao/Global-Second-order-Pooling-Convolutional-Networks; yetigurbuz/generalized-sum-pooling (tensorflow).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
         self, embedding_size: int, map_size: tuple[int, int], *, attention_dim: int = 128, variant: Variant = "official"
@@ -106,8 +103,7 @@ class Gsop(Pooling):
             moments = torch.bmm(reduced, reduced.transpose(1, 2)) / reduced.shape[2] ** 2
         else:
             moments = _covariance(reduced)
-        weights: Tensor = self.channel_head(moments)
-        return weights
+        return self.channel_head(moments)
 
     def _pixel_attention(self, positive: Tensor) -> Tensor:
         size = positive.shape[2:]
@@ -132,7 +128,7 @@ def _covariance(rows: Tensor) -> Tensor:
     return torch.bmm(centered, centered.transpose(1, 2)) / rows.shape[2]
 
 
-class Solar(Pooling):
+class Solar(WeightedPooling):
     """GeM pooling of x_j + T (sum_i A_ji v_i) + t: second-order attention between all pairs of pixels.
 
         A = softmax over i of q_j'k_i / sqrt(C / channel_reduction),   q, k = relu(batch norm(convolution of x))
@@ -147,8 +143,6 @@ class Solar(Pooling):
     Source: Ng et al., SOLAR: Second-Order Loss and Attention for Image Retrieval, ECCV 2020;
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
         self,

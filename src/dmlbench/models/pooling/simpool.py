@@ -1,18 +1,15 @@
 """SimPool: attention of an image's average to its pixels, followed by a generalized mean."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, mean_weights
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant, check_width
+from dmlbench.models.pooling.base import Pooled, Variant, WeightedPooling, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 
 
-class SimPool(Pooling):
+class SimPool(WeightedPooling):
     """project(u) with u = (sum_j a_j (y_j - min y + epsilon)^power)^(1 / power), per channel.
 
     y_j = norm(x_j) is the affine layer norm of a pixel over its channels, and
@@ -27,8 +24,6 @@ class SimPool(Pooling):
     Source: Psomas et al., Keep It SimPool: Who Said Supervised Transformers Suffer from Attention Deficit?, ICCV 2023,
     equations 12 to 17, with power for the paper's gamma = (1 - alpha) / 2; public code billpsomas/simpool, sp.py.
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(
         self, num_channels: int, *, power: float | None = 2.0, epsilon: float = 1e-6, variant: Variant = "paper"

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import project_pixels
+from dmlbench.models.pooling.base import Pooled, Pooling, project_pixels
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 

@@ -1,18 +1,15 @@
 """Transformer pooling: a class token that attends to the pixels in every encoder layer."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, check_heads, mean_weights
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import project_pixels, start_glorot
+from dmlbench.models.pooling.base import Pooled, WeightedPooling, project_pixels, start_glorot
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_at_least
-
-Position = Literal["none", "sine"]
 
 _WAVELENGTHS = 10_000.0  # Vaswani et al. 2017, section 3.5
 
@@ -67,7 +64,7 @@ class EncoderLayer(nn.Module):
         return renewed + self.contract(F.gelu(self.expand(self.norm_mlp(renewed)))), log_weights
 
 
-class Transformer(Pooling):
+class Transformer(WeightedPooling):
     """norm(z_L) of the class token, after L encoder layers over [class token; project(x)_1, ..., project(x)_HW].
 
     The GSP study replaces GAP by 1, 2, 4 or 8 layers of ViT with a class token, without details or public code. Here,
@@ -82,8 +79,6 @@ class Transformer(Pooling):
     Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
     """
 
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
-
     def __init__(
         self,
         embedding_size: int,
@@ -92,7 +87,7 @@ class Transformer(Pooling):
         num_heads: int = 2,
         width: int | None = None,
         mlp_ratio: float = 4.0,
-        position: Position = "none",
+        position: Literal["none", "sine"] = "none",
     ) -> None:
         super().__init__()
         width = embedding_size if width is None else width

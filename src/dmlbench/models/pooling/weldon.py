@@ -1,17 +1,14 @@
 """WELDON pooling: the largest and the smallest values of every dimension, evidence for and against."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from dmlbench.models.pooling.base import Pooled, Pooling
-from dmlbench.models.pooling.spatial import Variant
+from dmlbench.models.pooling.base import Pooled, Variant, WeightedPooling
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_at_least
 
 
-class Weldon(Pooling):
+class Weldon(WeightedPooling):
     """Per dimension of y = project(x): its k_max largest values and its k_min smallest ones, taken together.
 
     The variant ``paper`` is (1 / k_max) sum of the largest + (1 / k_min) sum of the smallest, as the authors' code
@@ -22,8 +19,6 @@ class Weldon(Pooling):
     Source: Durand et al., WELDON: Weakly Supervised Learning of Deep Convolutional Neural Networks, CVPR 2016;
     yetigurbuz/generalized-sum-pooling (tensorflow).
     """
-
-    provides: ClassVar[tuple[str, ...]] = ("weights",)
 
     def __init__(self, *, k_max: int = 3, k_min: int = 3, variant: Variant = "official") -> None:
         super().__init__()

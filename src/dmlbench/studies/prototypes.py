@@ -1,9 +1,12 @@
-"""Prototypes in place of average pooling, and whether they serve other classes (XML, section 3.2, figures 3 and 4).
+"""Prototypes of CIFAR-10: whether they stand for average pooling, and whether they serve other classes.
 
-Source: Y. Z. Gürbüz, A. A. Alatan, "Generalizable Embeddings with Cross-batch Metric Learning": lemma 2.1 (prototypes
-    that cover the features within delta represent an average within delta), and MAP of embeddings that prototypes
-    predict for the classes they were fitted to (MAPc) and for the other half of the classes (MAPx). The loss, the
-    length of the training and the kind of MAP are not given.
+Sources: Y. Z. Gürbüz, A. A. Alatan, "Generalizable Embeddings with Cross-batch Metric Learning" (XML), section 3.2,
+    figures 3 and 4: lemma 2.1 (prototypes that cover the features within delta represent an average within delta), and
+    MAP of embeddings that prototypes predict for the classes they were fitted to (MAPc) and for the other half of the
+    classes (MAPx). The loss, the length of the training and the kind of MAP are not given.
+    Y. Z. Gürbüz, O. Şener, A. A. Alatan, "Generalized Sum Pooling for Metric Learning" (GSP), ICCV 2023, section 5.1,
+    figure 5 and supplement 2.3: 8 prototypes, ProxyNCA++; a linear map is fitted from the histograms of five classes
+    to their mean embeddings, and predicts those of the other five. The length of the training is not given.
 """
 
 from collections.abc import Mapping
@@ -13,16 +16,17 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
+from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from dmlbench.apps.pictures import plt
 from dmlbench.evaluation.evaluate import evaluate_arrays
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
-from dmlbench.losses.ridge import ridge_predict
+from dmlbench.losses.cross_batch import ridge_predict
 from dmlbench.models.net import PooledModel
-from dmlbench.models.pooling.prototypes import greedy_k_center
-from dmlbench.studies.record import Claim, Findings, Parts, require_positive, spread
+from dmlbench.models.pooling.gsp import greedy_k_center
+from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, spread
 from dmlbench.studies.trained import (
     Described,
     describe,
@@ -31,16 +35,35 @@ from dmlbench.studies.trained import (
     halves,
     prototypes_by_class,
     sample_test_rows,
-    side_by_side,
     tied_to_classes,
     trained_by,
     trained_setup,
 )
 from dmlbench.types import IntArray
 
-_WAYS = {"without XML": "regularizer=xml_reconstruction", "with XML": "regularizer=xml"}
+Splits = list[tuple[IntArray, IntArray]]
+"""Halves of the classes: to fit to, and to predict."""
+
+_XML = {"without XML": "regularizer=xml_reconstruction", "with XML": "regularizer=xml"}
 """Without it the prototypes are fitted to the batches themselves (section 2.2): the loss alone would not train them."""
 _POINTS = 3000
+_ZSR = {"without ZSR": "regularizer=none", "with ZSR": "regularizer=zsr"}
+_TOLD = 0.02
+"""Bits of entropy below which histograms do not differ."""
+_DISTANCES = {"l2": "Euclidean", "cosine": "cosine"}
+
+
+def _trained(cfg: DictConfig, parts: Parts, pooling: str, regularizer: str) -> tuple[Described, Splits, dict[str, Any]]:
+    """Train a model with prototypes: its outputs for test images, halves of the classes, and what is drawn."""
+    overrides = [f"pooling={pooling}", f"pooling.num_prototypes={cfg.prototypes}", regularizer]
+    setup = trained_setup(cfg, overrides, parts)
+    described = describe(setup, sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed))
+    splits = halves(described.num_classes, cfg.splits, seed=cfg.seed)
+    shown = prototypes_by_class(setup, described, images=2)
+    return described, splits, {**shown, "images": len(described.labels)}
+
+
+# XML, figures 3 and 4
 
 
 def cover(features: Tensor, count: int) -> tuple[Tensor, float]:
@@ -83,7 +106,7 @@ def local_features(setup: Setup, rows: IntArray) -> Tensor:
     return torch.cat(maps).flatten(2).transpose(1, 2).double().cpu().contiguous()
 
 
-def cross_class(described: Described, splits: list[tuple[IntArray, IntArray]], *, ridge: float, metric: str) -> Any:
+def cross_class(described: Described, splits: Splits, *, ridge: float, metric: str) -> Any:
     """Score embeddings that a linear map predicts from histograms.
 
     Returns:
@@ -107,7 +130,7 @@ def cross_class(described: Described, splits: list[tuple[IntArray, IntArray]], *
     return {**found, "crossed": crossed, "same": same}
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def xml(cfg: DictConfig, parts: Parts) -> Findings:
     """Train the three models, then cover, fit and predict."""
     require_positive(cfg, "images", "centers", "splits", "eval_images", "prototypes")
 
@@ -115,23 +138,19 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         if name == "cover":
             setup = trained_setup(cfg, ["pooling=gap", "head.out_features=2"], parts)
             return _covered(setup, sample_test_rows(setup, count=cfg.images, seed=cfg.seed), cfg)
-        pooling = ("pooling=gap_histogram", f"pooling.num_prototypes={cfg.prototypes}")
-        setup = trained_setup(cfg, [*pooling, _WAYS[name]], parts)
-        described = describe(setup, sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed))
-        splits = halves(described.num_classes, cfg.splits, seed=cfg.seed)
-        scores = cross_class(described, splits, ridge=cfg.ridge, metric=cfg.metric)
-        return {**scores, **prototypes_by_class(setup, described, images=2), "images": len(described.labels)}
+        described, splits, shown = _trained(cfg, parts, "gap_histogram", _XML[name])
+        return {**cross_class(described, splits, ridge=cfg.ridge, metric=cfg.metric), **shown}
 
-    found = parts.get(["cover", *_WAYS], compute, describe="trainings")
-    covered, (without, with_) = found["cover"], (found[way] for way in _WAYS)
-    bits = {way: entropy(np.array(found[way]["histogram"])) for way in _WAYS}
-    tied = {way: tied_to_classes(np.array(found[way]["histogram"])) for way in _WAYS}
+    found = parts.get(["cover", *_XML], compute, describe="trainings")
+    covered, (without, with_) = found["cover"], (found[way] for way in _XML)
+    bits = {way: entropy(np.array(found[way]["histogram"])) for way in _XML}
+    tied = {way: tied_to_classes(np.array(found[way]["histogram"])) for way in _XML}
     heads = ("prototypes", "MAPc, %", "MAPx, %", "of the same halves, fitted to themselves, %", "embeddings, %",
              "entropy of a class, bits")  # fmt: skip
     rows = tuple(
         (way, f"{100 * one['fitted']:.1f}", spread(one["crossed"]), spread(one["same"]), f"{100 * one['own']:.1f}",
          f"{bits[way]:.2f} of {np.log2(cfg.prototypes):.2f}")
-        for way, one in zip(_WAYS, (without, with_), strict=True)
+        for way, one in zip(_XML, (without, with_), strict=True)
     )  # fmt: skip
     gain = np.array(with_["crossed"]) - np.array(without["crossed"])
     seen = 100 * (with_["fitted"] - without["fitted"])
@@ -162,7 +181,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         "MAPx ranks among half of the classes, MAPc among all: compare MAPx with the column of the same halves",
     )
     title = "Prototypes of CIFAR-10 with and without XML"
-    return Findings(title, heads, rows, claims, notes, _figure(found, title))
+    return Findings(title, heads, rows, claims, notes, _xml_figure(found, title))
 
 
 def _covered(setup: Setup, rows: IntArray, cfg: DictConfig) -> dict[str, Any]:
@@ -181,9 +200,10 @@ def _covered(setup: Setup, rows: IntArray, cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def _figure(found: Mapping[str, Any], title: str) -> Figure:
+def _xml_figure(found: Mapping[str, Any], title: str) -> Figure:
     figure = plt.figure(figsize=(15, 5.2), layout="constrained")
-    left, *others = side_by_side(figure, [1.1, 1, 1])
+    subfigures: Any = figure.subfigures(1, 3, width_ratios=[1.1, 1, 1])
+    left, *others = subfigures
     covered = found["cover"]
     prototypes, delta = np.array(covered["prototypes"]), covered["delta"]
     upper, lower = left.subplots(1, 2, width_ratios=[1, 1])
@@ -201,9 +221,85 @@ def _figure(found: Mapping[str, Any], title: str) -> Figure:
     lower.scatter(*prototypes[nearest].mean(axis=0), marker="+", color="tab:green", label="of prototypes", zorder=3)
     lower.legend(fontsize=6)
     lower.set_title(f"the image with the largest difference, {max(covered['nearest']):.2f}", fontsize=8)
-    for part, way in zip(others, _WAYS, strict=True):
+    for part, way in zip(others, _XML, strict=True):
         one = found[way]
         shown = f"{way}: MAPc {100 * one['fitted']:.1f}, MAPx {100 * np.mean(one['crossed']):.1f}"
         draw_by_class(part, one, shown)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+# GSP, figure 5
+
+
+def zero_shot(histograms: Float, means: Float, splits: Splits, *, ridge: float) -> dict[str, dict[str, list[float]]]:
+    """Predict mean embeddings of half of the classes by a map fitted to the other half.
+
+    Args:
+        histograms: [C, m].
+        means: [C, D].
+
+    Returns:
+        by distance, for every split: "accuracy", the share of classes whose prediction is nearest to their own mean,
+        and "map", the mean of 1 / the rank of their own mean.
+    """
+    found: dict[str, dict[str, list[float]]] = {key: {"accuracy": [], "map": []} for key in _DISTANCES}
+    for fitted, other in splits:
+        z, y = (torch.from_numpy(values[fitted]) for values in (histograms, means))
+        predicted = ridge_predict(z, y, torch.from_numpy(histograms[other]), ridge=ridge).numpy()
+        for key, name in _DISTANCES.items():
+            distance = cdist(predicted, means[other], metric=name.lower())
+            own = np.diag(distance)[:, None]
+            rank = 1 + (distance < own).sum(axis=1)
+            found[key]["accuracy"].append(float((rank == 1).mean()))
+            found[key]["map"].append(float((1 / rank).mean()))
+    return found
+
+
+def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
+    """Train with and without the loss, then predict."""
+    require_positive(cfg, "splits", "eval_images", "prototypes")
+
+    def compute(name: str) -> Any:
+        described, splits, shown = _trained(cfg, parts, "gsp", _ZSR[name])
+        histograms, means = (described.by_class(values) for values in (described.histogram, described.embedding))
+        return {**zero_shot(histograms, means, splits, ridge=cfg.ridge), **shown}
+
+    found = parts.get(list(_ZSR), compute, describe="trainings")
+    without, with_ = (found[way] for way in _ZSR)
+    bits = {way: entropy(np.array(one["histogram"])) for way, one in found.items()}
+    tied = tied_to_classes(np.array(with_["histogram"]))
+    shares = tied > _TOLD and abs(bits["with ZSR"] - bits["without ZSR"]) > _TOLD  # all alike, they tell nothing
+    rows = tuple(
+        (way, *(spread(one[key][score]) for key in _DISTANCES for score in ("map", "accuracy")),
+         f"{bits[way]:.2f} of {np.log2(cfg.prototypes):.2f}")
+        for way, one in found.items()
+    )  # fmt: skip
+    half = len(without["classes"]) - len(without["classes"]) // 2
+    chance = 100 * float(np.mean(1 / np.arange(1, half + 1)))
+    gains = {key: np.array(with_[key]["map"]) - np.array(without[key]["map"]) for key in _DISTANCES}
+    claims = (
+        *(Claim("5.1, figure 5", f"zero-shot MAP is substantially superior with the loss ({_DISTANCES[key]} distance)",
+                f"{100 * gain.mean():+.1f} points, better in {np.mean(gain > 0):.0%} of {len(gain)} splits, worse in "
+                f"{np.mean(gain < 0):.0%}", bool(gain.mean() > 0)) for key, gain in gains.items()),
+        Claim("5.1, figure 5", "with the loss the prototypes are transferable: classes share them",
+              f"entropy of a class's histogram: {bits['without ZSR']:.2f} bits without, {bits['with ZSR']:.2f} with; "
+              f"with it a prototype tells {tied:.2f} bits of the class",
+              bits["with ZSR"] > bits["without ZSR"] if shares else None),
+    )  # fmt: skip
+    notes = (
+        f"trained by: {trained_by(cfg)}",
+        f"{cfg.prototypes} prototypes, {without['images']:,} test images, {cfg.splits} random halves of the classes, "
+        f"ridge {cfg.ridge:g}; mean ± population deviation over the halves",
+        f"by chance: MAP {chance:.1f} %, nearest {100 / half:.1f} % of {half} classes",
+    )
+    heads = ("prototypes", *(f"{score}, {_DISTANCES[key]}, %" for key in _DISTANCES for score in ("MAP", "nearest")),
+             "entropy of a class, bits")  # fmt: skip
+    title = "Zero-shot prediction of CIFAR-10's classes from prototypes"
+    figure = plt.figure(figsize=(11, 5.2), layout="constrained")
+    subfigures: Any = figure.subfigures(1, 2)
+    for part, (way, one) in zip(subfigures, found.items(), strict=True):
+        scores = ", ".join(f"{_DISTANCES[key]} {100 * np.mean(one[key]['map']):.1f}" for key in _DISTANCES)
+        draw_by_class(part, one, f"{way}: MAP {scores}")
+    figure.suptitle(title, fontsize=10)
+    return Findings(title, heads, rows, claims, notes, figure)

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.changed_settings import BY_HAND, changed_settings
-from dmlbench.apps.tables import _distinct
-from dmlbench.cli.main import main
+from dmlbench.apps.tables import BY_HAND, _distinct, changed_settings
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels
 from dmlbench.types import flatten
 
@@ -18,20 +16,18 @@ RUNTIME = {
 
 
 @pytest.fixture
-def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command):
     """The configuration that ``dmlbench train`` would store."""
     monkeypatch.chdir(tmp_path)
 
-    def command(*arguments: str) -> dict:
+    def run(*arguments: str) -> dict:
         found = []
         monkeypatch.setattr("dmlbench.runner.run", lambda cfg: found.append(cfg.copy()))
-        with pytest.raises(SystemExit) as info:
-            main(["train", *arguments])
-        assert info.value.code == 0
+        command("train", *arguments)
         found[0].runtime.update(RUNTIME)
         return OmegaConf.to_container(found[0], resolve=True)
 
-    return command
+    return run
 
 
 @pytest.mark.parametrize(

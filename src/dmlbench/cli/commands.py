@@ -1,0 +1,343 @@
+"""Commands that need no more than their composed configuration: a function of it each, and two with sub-commands.
+
+Functions import what they need, so that an overview or a misspelt key does not wait for torch or matplotlib.
+"""
+
+import functools
+import importlib
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from dmlbench.cli.arguments import CommandLine
+from dmlbench.cli.command import first_word, run_command
+from dmlbench.config import listed
+from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least, check_file_name
+
+if TYPE_CHECKING:
+    from dmlbench.apps.embeddings import Evaluated
+
+OODML = {
+    "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
+    "distances": "measure the splits of a file by a network, beside the distances that the file gives",
+    "scores": "scores of configs over the distance of their splits, and the area under them",
+    "frozen": "score a network's features as they are over the splits of a file",
+    "transfer": "test trained models on another data set",
+    "few_shot": "adapt the last layer of finished runs to a few images of each test class; scores before and after",
+    "structure": "measure how training embeddings are arranged, and whether that goes along with test scores",
+}
+"""Sub-commands of ``dmlbench oodml``, configured by ``conf/oodml_<word>.yaml``."""
+_OODML_FUNCTIONS = {
+    "splits": "splits.make_splits",
+    "distances": "distances.measure",
+    "scores": "scores.scores_over_distance",
+    "frozen": "distances.frozen",
+    "transfer": "distances.transfer",
+    "few_shot": "few_shot_table.few_shot",
+    "structure": "structure.correlate",
+}
+"""Functions of ``dmlbench.oodml`` from a configuration to the lines to print."""
+STUDIES = {
+    "two_moons": "what the temperature does to the boundary of a softmax classifier (ProxyNCA++, figure 3)",
+    "gsp_timing": "what GSP's transport costs, with both solvers (GSP, figures 7 left, 8 and 9)",
+    "xml_prototypes": "prototypes in place of averages, and whether they serve other classes (XML, figures 3 and 4)",
+    "gsp_tokens": "average pooling and GSP on bags of trainable tokens (GSP, figure 3a)",
+    "zero_shot_prediction": "attributes for classes that they were not fitted to, with and without ZSR (GSP, figure 5)",
+    "gsp_weights": "pooling weights on a map of colors, by linear program and smoothed (GSP, figure 2)",
+    "collage_samples": "collages of CIFAR-100 beside the images that they are made of (GSP, figures 4 and 11)",
+    "gsp_mu": "GSP over mu, the share of the pixels that is transported (GSP, figure 7 right)",
+    "gsp_m_eps": "GSP over the number of prototypes and the smoothing (GSP, figure 10, table 7)",
+    "untrained_poolings": "poolings of a pretrained map without training (ProxyNCA++, table 11, first rows)",
+    "object_size": "average and maximum pooling by the size of the object (ProxyNCA++, figure 7); needs boxes",
+}
+"""Studies, each with ``conf/study_<name>.yaml`` and ``conduct`` of ``studies/<name>.py``, or ``_STUDY_FUNCTIONS``."""
+_STUDY_FUNCTIONS = {
+    "gsp_mu": "gsp_values.over_mu",
+    "gsp_m_eps": "gsp_values.over_m_and_epsilon",
+    "xml_prototypes": "prototypes.xml",
+    "zero_shot_prediction": "prototypes.zero_shot_prediction",
+}
+
+
+def evaluate(cfg: DictConfig) -> None:
+    from dmlbench.apps.embeddings import evaluate_from
+
+    result = evaluate_from(cfg)
+    evaluation = result.evaluation
+    print(f"{evaluation.n_query} queries, gallery of {evaluation.n_gallery}, "
+          f"{evaluation.n_skipped_queries} queries without a positive left out")  # fmt: skip
+    width = max(14, *map(len, evaluation.scores))
+    for name, value in evaluation.scores.items():
+        note = ""
+        if (stored := (result.stored or {}).get(name)) is not None:
+            note = "  as in result.json" if stored == value else f"  result.json has {stored:.6f}"
+        print(f"{name:<{width}} {value:.6f}{note}")
+    for note in result.notes():
+        print(f"  {note}")
+    if cfg.hardest is not None:
+        _print_hardest(cfg, result)
+    for path in (cfg.output, cfg.per_query, cfg.per_class):
+        if path is not None:
+            print(f"written: {path}")
+
+
+def _print_hardest(cfg: DictConfig, result: "Evaluated") -> None:
+    from dmlbench.apps.embeddings import hardest
+
+    def name(item: int, label: int) -> str:
+        return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
+
+    print(f"\nqueries with the lowest {cfg.hardest_by}, and what is nearest to them")
+    for query in hardest(result, count=cfg.hardest, metric=cfg.hardest_by):
+        nearest = name(query.nearest_id, query.nearest_label)
+        print(f"{query.score:.4f}  {name(query.id, query.label)}  <- {query.distance:.4f} ->  {nearest}")
+
+
+def export(cfg: DictConfig) -> None:
+    run, output = cfg.run, cfg.output  # if missing, before torch is imported
+    from dmlbench.apps.export import export_run
+
+    formats = None if cfg.formats is None else list(cfg.formats)
+    for name, reason in export_run(run, output, formats=formats, license=cfg.license).items():
+        print(f"no {name}: {reason}")
+    print(f"written: {output}")
+
+
+def embed(cfg: DictConfig) -> None:
+    path, images, output = cfg.model, cfg.images, cfg.output  # if missing, before torch is imported
+    from dmlbench.apps.embeddings import embed_folder
+    from dmlbench.apps.loaded import load
+
+    model = load(path, device=cfg.device, modules=cfg.modules)
+    reading = {"batch_size": cfg.batch_size, "num_workers": cfg.num_workers}
+    stored = embed_folder(model, images, output, progress=sys.stderr.isatty(), **reading)
+    gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"
+    print(f"{len(stored.queries)} images{gallery}, {model.embedding_size} numbers each")
+    print(f"written: {output}")
+
+
+def import_(cfg: DictConfig) -> None:
+    from dmlbench.apps.imported import import_config
+    from dmlbench.evaluation.metrics.table import score_named
+    from dmlbench.results.store import run_name
+
+    found = import_config(cfg)
+    for coordinates, scores in found.scores.items():
+        shown = ((score_named(name), value) for name, value in scores.items())
+        print(f"{run_name(coordinates)}: " + ", ".join(f"{s.label} {s.scale * value:.2f}" for s, value in shown))
+    for note in found.notes:
+        print(f"  {note}")
+    print(f"written: {found.config}; `dmlbench aggregate` and `dmlbench table` take it as any other config")
+
+
+def aggregate(cfg: DictConfig) -> None:
+    from dmlbench.apps.loaded import distance_of_run
+    from dmlbench.components import component
+    from dmlbench.results.aggregate import aggregate_config
+    from dmlbench.results.cautions import cautions
+    from dmlbench.results.store import find_runs, runs_by_config
+
+    spec = component(cfg.evaluation)
+    configs = runs_by_config(find_runs(cfg.paths.output_dir, cfg.configs))
+    if not configs:
+        raise RunError(
+            f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists what there is"
+        )
+    how = {"allow_partial": cfg.allow_partial, "force": cfg.force, "progress": sys.stderr.isatty()}
+    failures = []
+    for number, (path, runs) in enumerate(configs.items(), start=1):
+        print(f"[{number}/{len(configs)}] {path}")
+        try:
+            summary = aggregate_config(runs, spec, distance_of=distance_of_run, **how)
+        except DmlbenchError as error:
+            failures.append(error)
+            print(f"      FAILED: {error}")
+            continue
+        for caution in cautions(summary):
+            print(f"      {caution}")
+        for kind, scores in summary["scores"].items():
+            print(f"      {kind}: " + ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items()))
+    if failures:  # every config that can be summarized is
+        count = f"{len(failures)} of {len(configs)} configs could not be summarized"
+        raise type(failures[0])(f"{count}: {failures[0]}")
+
+
+def table(cfg: DictConfig) -> None:
+    from dmlbench.apps.tables import build_tables, compare_configs, find_configs, runs_frame
+    from dmlbench.components import component
+    from dmlbench.runtime import atomic_write, remove_leftovers
+
+    if cfg.name is not None:
+        check_file_name(cfg.name)
+    spec = component(cfg.evaluation)
+    if cfg.compare is not None:
+        found = compare_configs(cfg.paths.output_dir, list(cfg.compare), spec, allow_partial=cfg.allow_partial)
+        print(found.to_text())
+        return
+    folder = Path(cfg.paths.output_dir) / "tables"
+    remove_leftovers(folder)
+    grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
+    tables = build_tables(grouped, spec, facts=list(cfg.facts))
+    for (dataset, protocol), one in tables.items():
+        print(one.to_text())
+        name = cfg.name or f"{dataset}-{protocol}"
+        if cfg.name and len(tables) > 1:
+            name = f"{cfg.name}-{dataset}-{protocol}"
+        one.write(folder / name)
+        print(f"written: {folder / name}.md, .csv, .tex\n")
+    atomic_write(folder / "runs.csv", runs_frame(grouped).to_csv(index=False).encode())
+    print(f"written: {folder / 'runs.csv'}, a row per run")
+
+
+def report(cfg: DictConfig) -> None:
+    from dmlbench.apps.report.page import write_page
+    from dmlbench.apps.report.picture import draw_report
+    from dmlbench.apps.tables import asked_columns, find_configs
+    from dmlbench.components import component
+    from dmlbench.runtime import remove_leftovers
+
+    _check_suffix(cfg.output, ".png" if cfg.picture else ".html")
+    check_at_least(0, queries=cfg.queries, classes=cfg.classes)
+    check_at_least(1, nearest=cfg.nearest)
+    folder = Path(cfg.paths.output_dir) / "tables"
+    spec = component(cfg.evaluation)
+    remove_leftovers(folder)
+    grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
+    shown = {"num_queries": cfg.queries, "num_nearest": cfg.nearest}
+    if not cfg.picture:
+        path = Path(cfg.output or folder / "report.html")
+        write_page(
+            grouped, path, spec=spec, num_classes=cfg.classes, with_overlays=cfg.overlays, device=cfg.device, **shown
+        )
+        print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
+        return
+    if cfg.output is not None and len(grouped) > 1:
+        raise ConfigError(f"output names one picture, and there are {len(grouped)} tables; narrow configs= to one")
+    for (dataset, protocol), configs in grouped.items():
+        path = Path(cfg.output or folder / f"{dataset}-{protocol}.png")
+        draw_report(configs, path, title=f"{dataset} under {protocol}", metrics=asked_columns(spec), **shown)
+        print(f"written: {path}")
+
+
+def explain(cfg: DictConfig) -> None:
+    if not cfg.run:
+        raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
+    check_at_least(1, num_images=cfg.num_images)
+    runs = [Path(str(run)) for run in listed(cfg.run)]
+    _check_suffix(cfg.output, ".png")
+    if cfg.pair is not None:
+        _explain_pair(cfg, runs)
+        return
+    from dmlbench.apps.explain import explain_runs
+
+    path = Path(cfg.output or runs[0] / "explain.png")
+    images = listed(cfg.images) or None
+    explain_runs(runs, images=images, num_images=cfg.num_images, device=cfg.device, path=path)
+    print(f"written: {path}")
+
+
+def _explain_pair(cfg: DictConfig, runs: list[Path]) -> None:
+    from dmlbench.apps.explain_pair import explain_pair, write_pair
+
+    if len(runs) > 1 or cfg.images is not None:
+        raise ConfigError("pair explains the distance of two images by one run: give one run, and no images")
+    pair = listed(cfg.pair)
+    names = [re.sub(r"[^\w.+-]+", "-", str(image) if isinstance(image, int) else Path(image).stem) for image in pair]
+    path = Path(cfg.output or runs[0] / f"{'_'.join(['explain', *names])}.png")
+    explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
+    numbers = write_pair(explanation, path)
+    print(f"distance: {explanation.distance:.6g}")
+    print(f"written: {path}, {numbers}")
+
+
+def _check_suffix(output: str | None, suffix: str) -> None:
+    if output is not None and Path(output).suffix != suffix:
+        raise ConfigError(f"output ({output}) must end in {suffix}")
+
+
+def status(cfg: DictConfig) -> None:
+    from dmlbench.results.store import STATES, find_runs, last_error, runs_by_config, states_of
+
+    wanted = states_of(cfg.state, STATES)
+    found = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.configs)}
+    runs = [run for run, state in found.items() if state in wanted]
+    if not runs:
+        in_state = f" in state {' or '.join(wanted)}" if found else ""
+        print(f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'{in_state}")
+        return
+    for path, members in runs_by_config(runs).items():
+        counts = Counter(found[run] for run in members)
+        print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
+        for run in members:
+            if found[run] != "done":
+                error = last_error(run.path) if found[run] == "failed" else ""
+                print(f"  {found[run]:<8} {run.path.name}" + (f": {error}" if error else ""))
+    total = Counter[str](found[run] for run in runs)
+    print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in STATES))
+
+
+def clean(cfg: DictConfig) -> None:
+    from dmlbench.results.store import find_runs, remove_run, states_of
+
+    if cfg.configs is None:
+        raise ConfigError("say which runs: configs=<pattern>, '**' for all; `dmlbench status` lists what there is")
+    wanted = states_of(cfg.state, ("done", "failed", "stale"))
+    states = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.configs)}
+    linked = [run for run in states if any(folder.is_symlink() for folder in list(run.path.parents)[:3])]
+    chosen = [run for run, state in states.items() if state in wanted and run not in linked]
+    for run, state in states.items():
+        if run in linked:
+            print(f"left alone, behind a link: {run.path}")
+        elif state == "running":
+            print(f"left alone, running: {run.path}")
+    if not chosen:
+        print(f"nothing under {cfg.paths.output_dir} matches '{cfg.configs}' in state {' or '.join(wanted)}")
+        return
+    for run in chosen:
+        print(f"{states[run]:<8} {run.path}")
+    if cfg.ask:
+        if not sys.stdin.isatty():
+            raise RunError(f"{len(chosen)} runs match; nothing was removed: confirm with ask=false")
+        if input(f"remove these {len(chosen)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return
+    for run in chosen:
+        remove_run(run.path)
+    print(f"removed {len(chosen)} runs")
+
+
+def oodml(line: CommandLine) -> None:
+    unknown = f"say what to do: dmlbench oodml {'|'.join(OODML)}; '{{}}' is none of these"
+    chosen = first_word(line, OODML, usage="oodml WORD", unknown=unknown)
+    if chosen is not None:
+        run_command(f"oodml_{chosen[0]}", functools.partial(_run_oodml, chosen[0]), chosen[1])
+
+
+def _run_oodml(word: str, cfg: DictConfig) -> None:
+    module, _, name = _OODML_FUNCTIONS[word].partition(".")
+    for line in getattr(importlib.import_module(f"dmlbench.oodml.{module}"), name)(cfg):
+        print(line)
+
+
+def study(line: CommandLine) -> None:
+    chosen = first_word(line, STUDIES, usage="study NAME", unknown="say which: dmlbench study NAME; '{}' is no study")
+    if chosen is None:
+        return
+    name, rest = chosen
+    if line.is_sweep:
+        raise ConfigError("-m: a study compares values of its own keys. Leave -m out.")
+    run_command(f"study_{name}", functools.partial(_conduct_study, name), rest)
+
+
+def _conduct_study(name: str, cfg: DictConfig) -> None:
+    from dmlbench.studies.record import conduct_study, to_markdown
+
+    module, _, function = _STUDY_FUNCTIONS.get(name, f"{name}.conduct").partition(".")
+    study = getattr(importlib.import_module(f"dmlbench.studies.{module}"), function)
+    findings, written = conduct_study(name, cfg, study)
+    print(to_markdown(findings))
+    print("\n".join(f"written: {path}" for path in written))
