@@ -29,8 +29,7 @@ from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
 from dmlbench.data.batches.transforms import CropTransform, random_resized_crop
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import CachedImages, cached_images
-from dmlbench.data.images.pixels import Kernel
-from dmlbench.data.images.sources import DecodedImages, ImageSource
+from dmlbench.data.images.sources import DecodedImages, ImageSource, Kernel
 from dmlbench.data.protocols import class_index
 from dmlbench.data.readers.folder import folder
 from dmlbench.runtime import available_cores, derive_seed, device_name, select_device

@@ -22,8 +22,7 @@ from dmlbench.data.batches.loaders import EvalBatches, Inputs, TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.feature_cache import FeatureCache, FeatureCacheSettings, FeatureView, complete_cache
 from dmlbench.data.images.image_cache import cached_images, stamp_of
-from dmlbench.data.images.pixels import Kernel, read_image
-from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
+from dmlbench.data.images.sources import DecodedImages, ImageSource, Kernel, pixel_tensor, read_image
 from dmlbench.data.protocols import class_index
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors

@@ -14,7 +14,7 @@ from dmlbench.data.batches.transforms import (
     random_resized_crop,
     random_shift,
 )
-from dmlbench.data.images.pixels import short_side_resized
+from dmlbench.data.images.sources import short_side_resized
 from dmlbench.runtime import derive_seed
 from dmlbench.types import ConfigError
 

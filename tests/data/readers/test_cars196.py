@@ -11,7 +11,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from dmlbench.data.image_table import file_contents
-from dmlbench.data.images.pixels import read_image
+from dmlbench.data.images.sources import read_image
 from dmlbench.data.readers.cars196 import NAMES, cars196
 from dmlbench.types import DataError, ImageTable
 

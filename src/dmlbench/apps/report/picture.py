@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dmlbench.apps.loaded import distance_of_run, table_of_run
 from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.data.images.pixels import read_image
+from dmlbench.data.images.sources import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.search.rerank import nearest

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.data.images.pixels import Kernel, resized
+from dmlbench.data.images.sources import Kernel, resized
 from dmlbench.device_copies import to_device
 from dmlbench.types import ConfigError, IntArray, check_at_least, check_choice
 

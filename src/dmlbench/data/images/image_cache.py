@@ -23,8 +23,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.data.images.pixels import Kernel, read_image, short_side_resized
-from dmlbench.data.images.threads import for_each
+from dmlbench.data.images.sources import Kernel, for_each, read_image, short_side_resized
 from dmlbench.runtime import available_cores, whole_file
 from dmlbench.types import DataError, ImageTable, IntArray
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmlbench.data.images.pixels import read_image
+from dmlbench.data.images.sources import read_image
 from dmlbench.types import DataError
 
 
