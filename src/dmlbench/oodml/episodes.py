@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dmlbench.data.readers.safe_pickle import read_pickle
+from dmlbench.data.readers.files import read_pickle
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, require_file
 

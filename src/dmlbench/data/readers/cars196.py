@@ -14,6 +14,7 @@ from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 
 from dmlbench.data.image_table import Listing, Published
+from dmlbench.data.readers.files import read_file
 from dmlbench.data.readers.layouts import (
     SPLIT_FOLDERS,
     Archive,
@@ -27,7 +28,6 @@ from dmlbench.data.readers.layouts import (
     resolve,
     subfolders,
 )
-from dmlbench.data.readers.lists import read_file
 from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
 NAMES = read_names("cars196")  # in published order, which is not the alphabetical one

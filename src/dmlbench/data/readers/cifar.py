@@ -14,9 +14,8 @@ from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.images.array_cache import cached_array
+from dmlbench.data.readers.files import read_file, read_pickle
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, read_names, resolve
-from dmlbench.data.readers.lists import read_file
-from dmlbench.data.readers.safe_pickle import read_pickle
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, file_stamp, images_by_path
 from dmlbench.types import DataError, ImageTable
 

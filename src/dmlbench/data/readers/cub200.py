@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
+from dmlbench.data.readers.files import read_list
 from dmlbench.data.readers.layouts import SPLIT_FOLDERS, Archive, DataFolder, Layout, first_match, images_of_classes
-from dmlbench.data.readers.lists import read_list
 from dmlbench.types import DataError, ImageTable, Originals
 
 _NUM_CLASSES = 200

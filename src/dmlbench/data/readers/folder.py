@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from dmlbench.data.image_table import Listing, shorten, table_of
+from dmlbench.data.readers.files import read_text
 from dmlbench.data.readers.layouts import images_below, subfolders
-from dmlbench.data.readers.lists import read_text
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
 
 PART_FOLDERS = {*ROLES, "val", "valid", "validation"}

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
+from dmlbench.data.readers.files import read_list
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, resolve
-from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ImageTable, Originals
 
 _LISTS = {role: f"Ebay_{role}.txt|Info_Files/Ebay_{role}.txt" for role in ("train", "test")}

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from dmlbench.data.image_table import Listing, Published
+from dmlbench.data.readers.files import read_list
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, images_in, subfolders
-from dmlbench.data.readers.lists import read_list
 from dmlbench.types import ConfigError, DataError, ImageTable, Originals
 
 PARTS = ("train", "val")
