@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 
 from dmlbench.data.getting.catalog import SOURCES
-from dmlbench.data.getting.prepare import MARKER, Part, extract, prepare, read_marker
+from dmlbench.data.getting.prepare import MARKER, extract, prepare, read_marker
 from dmlbench.data.readers.layouts import Archive, DataFolder
 from dmlbench.types import DataError
 
@@ -48,8 +48,8 @@ def content_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def part(path: Path) -> Part:
-    return Part(path, pooch.file_hash(str(path), alg="md5"))
+def hashed(*paths: Path) -> dict[Path, str]:
+    return {path: pooch.file_hash(str(path), alg="md5") for path in paths}
 
 
 def check_rejected(archive: Path, match: str) -> None:
@@ -58,7 +58,7 @@ def check_rejected(archive: Path, match: str) -> None:
     into.parent.mkdir(exist_ok=True)
     before = sorted(archive.parent.rglob("*"))
     with pytest.raises(DataError, match=match):
-        extract([part(archive)], into)
+        extract(hashed(archive), into)
     assert sorted(archive.parent.rglob("*")) == before
 
 
@@ -234,13 +234,13 @@ def test_archives_and_files_make_one_folder_once(tmp_path: Path, make: Callable[
     archive = make(tmp_path)
     (tmp_path / "annos.mat").write_bytes(b"mat")
     (tmp_path / ".set.partial").mkdir()  # of a killed process
-    parts = [part(archive), part(tmp_path / "annos.mat")]
+    parts = hashed(archive, tmp_path / "annos.mat")
     extract(parts, tmp_path / "set", notes={"why": "test"})
     assert content_of(tmp_path / "set") == {**FILES, "annos.mat": b"mat"}
     assert not (tmp_path / ".set.partial").exists()
     marker = read_marker(tmp_path / "set")
     assert marker is not None
-    assert marker["parts"][0] == {"name": archive.name, "size": archive.stat().st_size, "md5": parts[0].md5}
+    assert marker["parts"][0] == {"name": archive.name, "size": archive.stat().st_size, "md5": parts[archive]}
     assert marker["why"] == "test"
     before = (tmp_path / "set" / MARKER).stat().st_mtime_ns
     extract(parts, tmp_path / "set")
@@ -252,7 +252,7 @@ def test_names_never_leave_the_folder(tmp_path: Path, name: str) -> None:
     check_rejected(zip_of(tmp_path / "a.zip", {"good": b"1", name: b"2"}), "is unsafe")
     archive = tar_of(tmp_path / "a.tar", {"good": b"1", name: b"2"})
     if name.startswith("/"):  # taken below the folder
-        extract([part(archive)], tmp_path / "set")
+        extract(hashed(archive), tmp_path / "set")
         assert (tmp_path / "set" / name[1:]).exists()
     else:
         check_rejected(archive, "is unsafe")
@@ -294,13 +294,13 @@ def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
 def test_a_folder_that_was_not_made_from_the_archive_stays(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mine.txt").write_text("mine")
-    first = part(zip_of(tmp_path / "a.zip", FILES))
+    first = hashed(zip_of(tmp_path / "a.zip", FILES))
     with pytest.raises(DataError, match="was not made by dmlbench; move it away"):
-        extract([first], tmp_path / "set")
+        extract(first, tmp_path / "set")
     assert content_of(tmp_path / "set") == {"mine.txt": b"mine"}
-    extract([first], tmp_path / "other")
+    extract(first, tmp_path / "other")
     with pytest.raises(DataError, match=r"was made from other files \(a\.zip\)"):
-        extract([part(zip_of(tmp_path / "b.zip", {"x": b"1"}))], tmp_path / "other")
+        extract(hashed(zip_of(tmp_path / "b.zip", {"x": b"1"})), tmp_path / "other")
     assert content_of(tmp_path / "other") == FILES
     (tmp_path / "set" / MARKER).write_text(json.dumps([1]))
     assert read_marker(tmp_path / "set") is None
@@ -313,5 +313,5 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
     archive = zip_of(tmp_path / "a.zip", FILES)
     with pytest.raises(KeyboardInterrupt):
-        extract([part(archive)], tmp_path / "set", check=interrupt)
+        extract(hashed(archive), tmp_path / "set", check=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["a.zip"]

@@ -46,15 +46,6 @@ class Prepared:
     was_there: bool
 
 
-@dataclass(frozen=True)
-class Part:
-    """A file with its MD5: an archive to unpack, or a list to copy into a data set's folder."""
-
-    path: Path
-    md5: str
-    is_published: bool = True
-
-
 def prepare(
     source: DataFolder,
     root: str | Path,
@@ -87,16 +78,15 @@ def prepare(
         with FileLock(root / f".{source.name}.lock", timeout=0):
             folder = found[0] if found else place
             files = _gather(source, root, folder, [Path(path) for path in given], download)
-            parts = _checked(source, files, accept_other_checksum, report)
+            checksums, other = _checked(source, files, accept_other_checksum, report)
             if source.is_read_packed:
                 for path in files:
                     _copy(path, folder / path.name, report)
             else:
-                other = ", ".join(part.path.name for part in parts if not part.is_published)
                 extract(
-                    parts, _free_place(place, parts), password=password, report=report,
-                    notes={"accepted_other_checksum": other} if other else {},
-                    check=lambda folder: _check_layout(source, folder, parts),
+                    checksums, _free_place(place, files), password=password, report=report,
+                    notes={"accepted_other_checksum": ", ".join(other)} if other else {},
+                    check=lambda folder: _check_layout(source, folder, files),
                 )  # fmt: skip
     except Timeout:
         raise DataError(f"another process prepares '{place}'; start again when it is done") from None
@@ -165,18 +155,18 @@ def _download(source: DataFolder, archive: Archive, folder: Path) -> Path:
 
 def _checked(
     source: DataFolder, files: Sequence[Path], accept_other_checksum: bool, report: Callable[[str], None]
-) -> list[Part]:
-    """The files with their checksums, which must be published ones unless others are accepted."""
+) -> tuple[dict[Path, str], list[str]]:
+    """The files with their MD5, and the names of those that are accepted with another than the published one."""
     by_name = {archive.name: archive for archive in source.archives}
     published = {archive.md5 for archive in source.archives if archive.md5 is not None}
-    parts = []
+    checksums, other = {}, []
     for path in files:
         name = path.name
         report(f"checksum of {name}")
-        md5 = pooch.file_hash(str(path), alg="md5")
-        is_published = md5 in published or not published or (name in by_name and by_name[name].md5 is None)
-        parts.append(Part(path, md5, is_published))
-        if not is_published and not accept_other_checksum:
+        checksums[path] = md5 = pooch.file_hash(str(path), alg="md5")
+        if md5 in published or not published or (name in by_name and by_name[name].md5 is None):
+            continue
+        if not accept_other_checksum:
             expected = " and ".join(
                 f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
                 for archive in ([by_name[name]] if name in by_name else source.alternatives[0])
@@ -185,23 +175,20 @@ def _checked(
                 f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
                 "it again, or take it as it is with accept_other_checksum=true"
             )
-        if not is_published:
-            logger.warning("%s has md5 %s, which is not published; accepted as requested", path, md5)
-    return parts
+        logger.warning("%s has md5 %s, which is not published; accepted as requested", path, md5)
+        other.append(name)
+    return checksums, other
 
 
-def _free_place(place: Path, parts: Sequence[Part]) -> Path:
+def _free_place(place: Path, files: Sequence[Path]) -> Path:
     """The folder to make: the usual one, or one inside it when the user made that for the archives."""
-    if place.is_dir() and not place.is_symlink() and read_marker(place) is None:
-        own = {part.path for part in parts if part.path.parent == place}
-        if set(place.iterdir()) - {place / place.name} <= own:
-            return place / place.name
-    return place
+    is_own = place.is_dir() and not place.is_symlink() and read_marker(place) is None
+    return place / place.name if is_own and set(place.iterdir()) - {place / place.name} <= set(files) else place
 
 
-def _check_layout(source: DataFolder, folder: Path, parts: Sequence[Part]) -> None:
+def _check_layout(source: DataFolder, folder: Path, files: Sequence[Path]) -> None:
     if source.found(folder) is None:
-        names = ", ".join(f"'{part.path}'" for part in parts)
+        names = ", ".join(f"'{path}'" for path in files)
         raise DataError(
             f"{names} holds no layout of {source.title} that is known; expected {source.expected}; extract it by "
             "hand and point dataset.table.root at the right folder"
@@ -220,7 +207,7 @@ def _copy(path: Path, to: Path, report: Callable[[str], None]) -> None:
 
 
 def extract(
-    parts: Sequence[Part],
+    checksums: Mapping[Path, str],
     into: Path,
     *,
     password: str | None = None,
@@ -233,10 +220,11 @@ def extract(
     The caller holds a lock.
 
     Args:
+        checksums: MD5 of each file.
         notes: further entries of the record of parts (``MARKER``) in the folder.
         check: called with the complete folder before it gets its name.
     """
-    described = [{"name": part.path.name, "size": part.path.stat().st_size, "md5": part.md5} for part in parts]
+    described = [{"name": path.name, "size": path.stat().st_size, "md5": md5} for path, md5 in checksums.items()]
     if os.path.lexists(into):
         marker = read_marker(into)
         if marker is None:
@@ -253,7 +241,7 @@ def extract(
         shutil.rmtree(partial)
     try:
         partial.mkdir()
-        for path in (part.path for part in parts):
+        for path in checksums:
             is_archive = path.suffix not in _SINGLE_FILES
             report(f"{'extracting' if is_archive else 'copying'} {path.name}")
             if is_archive:
