@@ -104,19 +104,21 @@ def test_an_image_does_not_depend_on_how_many_are_asked_for_or_rendered_at_once(
 def test_warping_equals_a_naive_loop_over_pixels() -> None:
     masters = master_glyphs((ord("R"), ord("g")), 40)
     edge, side = masters.shape[-1], 32
-    values = [(0, 3, 0.9, 0.3, 0.1, -0.05), (1, 9, 1.3, -2.0, 0.0, 0.2)]
-    places = [module._Places(*place) for place in values]
-    warped = module._warp(masters, 40, module._Places(*map(np.array, zip(*values, strict=True))), side=side)
-    for place, image in zip(places, warped, strict=True):
-        master = masters[place.which, place.face].astype(float)
-        scale = 40 / (place.size * side)
+    style = module.GlyphStyle((0.9, 1.3), 150.0, 0.2, (0, 0), (0, 0), (0, 0))
+    draws = np.array([[0.3, 0.1, 0.6, 0.75, 0.4], [0.8, 0.9, 0.1, 0.5, 1.0 - 1e-9]])
+    warped = module._warp(masters, 40, np.arange(2), draws, style, side=side)
+    for which, (u, image) in enumerate(zip(draws.tolist(), warped, strict=True)):
+        master = masters[which, int(u[0] * 12)].astype(float)
+        angle = math.radians(150 * (2 * u[2] - 1))
+        right, down = (0.2 * (2 * at - 1) for at in u[3:])
+        scale = 40 / ((0.9 + 0.4 * u[1]) * side)
         expected = np.zeros((side, side))
         for row in range(side):
             for column in range(side):
-                x = column - (side - 1) / 2 - round(2 * place.right * side) / 2
-                y = row - (side - 1) / 2 - round(2 * place.down * side) / 2
-                u = (edge - 1) / 2 + scale * (math.cos(place.angle) * x + math.sin(place.angle) * y)
-                v = (edge - 1) / 2 + scale * (-math.sin(place.angle) * x + math.cos(place.angle) * y)
+                x = column - (side - 1) / 2 - round(2 * right * side) / 2
+                y = row - (side - 1) / 2 - round(2 * down * side) / 2
+                u = (edge - 1) / 2 + scale * (math.cos(angle) * x + math.sin(angle) * y)
+                v = (edge - 1) / 2 + scale * (-math.sin(angle) * x + math.cos(angle) * y)
                 i, j = math.floor(v), math.floor(u)
                 if 0 <= i < edge - 1 and 0 <= j < edge - 1:
                     a, b = v - i, u - j
@@ -152,9 +154,9 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
     seen: list[tuple[int, ...]] = []
     warp = module._warp
 
-    def spy(masters: np.ndarray, em: int, places: module._Places, *, side: int) -> np.ndarray:
-        seen.extend(map(tuple, places.which.reshape(-1, 4).tolist()))
-        return warp(masters, em, places, side=side)
+    def spy(masters: np.ndarray, em: int, which: np.ndarray, *more: object, side: int) -> np.ndarray:
+        seen.extend(map(tuple, which.reshape(-1, 4).tolist()))
+        return warp(masters, em, which, *more, side=side)
 
     monkeypatch.setattr(module, "_warp", spy)
     glyphs_collage(cache_dir=tmp_path, num_classes=6, images_per_class=20)

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -178,8 +178,8 @@ def _table(
             for row, stream in zip(rows, streams, strict=True):
                 cells += cells_of(row // images_per_class, stream)
                 draws.append(stream.random((grid * grid, 5)))
-            places = _places(style, np.array(cells), np.concatenate(draws))
-            coverage = _warp(masters, em, places, side=side).reshape(-1, grid, grid, side, side)
+            coverage = _warp(masters, em, np.array(cells), np.concatenate(draws), style, side=side)
+            coverage = coverage.reshape(-1, grid, grid, side, side)
             coverage = coverage.transpose(0, 1, 3, 2, 4).reshape(-1, image_size, image_size)  # [B, H, W]
             pixels[rows.start : rows.stop] = _shade(coverage, streams, style)
         return pixels
@@ -200,52 +200,35 @@ def _table(
     return table_of(listing)
 
 
-class _Places(NamedTuple):
-    """Characters in cells: indices of masters and faces, em sizes, shifts (shares of the side), angles (radians)."""
+def _warp(
+    masters: NDArray[np.uint8], em: int, which: IntArray, draws: NDArray[np.float64], style: GlyphStyle, *, side: int
+) -> NDArray[np.uint8]:
+    """Coverage [B, side, side] of the characters ``which`` [B], rotated, scaled and shifted; bilinear, in fixed point.
 
-    which: IntArray
-    face: IntArray
-    size: NDArray[np.float64]
-    angle: NDArray[np.float64]
-    right: NDArray[np.float64]
-    down: NDArray[np.float64]
-
-
-def _places(style: GlyphStyle, which: IntArray, draws: NDArray[np.float64]) -> _Places:
-    """Places from draws [len(which), 5] in [0, 1)."""
-    low, high = style.size_range
-    turn, right, down = (2 * draws[:, 2:] - 1).T
-    return _Places(
-        which=which,
-        face=(draws[:, 0] * len(FACE_NAMES)).astype(np.int64),
-        size=low + (high - low) * draws[:, 1],
-        angle=math.radians(style.rotation_degrees) * turn,
-        right=style.shift * right,
-        down=style.shift * down,
-    )
-
-
-def _warp(masters: NDArray[np.uint8], em: int, places: _Places, *, side: int) -> NDArray[np.uint8]:
-    """Coverage [B, side, side] of the characters, rotated, scaled and shifted; bilinear, in fixed point.
-
-    A pixel at offset p from the cell's center shows the master at R(-angle) (p - shift) * em / size.
+    Draws [B, 5] in [0, 1) choose face, size, angle and shifts. A pixel at offset p from the cell's center shows the
+    master at R(-angle) (p - shift) * em / size.
     """
     edge = masters.shape[-1]
     one = 1 << _FRACTION
-    turns = np.array([(math.cos(angle), math.sin(angle)) for angle in places.angle.tolist()]).T
-    cosine, sine = np.rint(turns * em / (places.size * side) * one).astype(np.int64)
+    face = (draws[:, 0] * len(FACE_NAMES)).astype(np.int64)
+    low, high = style.size_range
+    size = (low + (high - low) * draws[:, 1]) * side
+    turn, right, down = (2 * draws[:, 2:] - 1).T
+    angles = (math.radians(style.rotation_degrees) * turn).tolist()
+    turns = np.array([(math.cos(angle), math.sin(angle)) for angle in angles]).T
+    cosine, sine = np.rint(turns * em / size * one).astype(np.int64)
     # Offsets of pixel centers in half pixels: integers for even and odd sides alike.
     offset = 2 * np.arange(side, dtype=np.int64) - (side - 1)  # [side]
-    right, down = (np.rint(2 * shift * side).astype(np.int64) for shift in (places.right, places.down))
-    x = offset[None] - right[:, None]  # [B, side]
-    y = offset[None] - down[:, None]
+    x, y = (
+        offset - np.rint(2 * (style.shift * at) * side).astype(np.int64)[:, None] for at in (right, down)
+    )  # [B, side]
     middle = (edge - 1) * one // 2
     u = (middle + ((cosine[:, None] * x) >> 1))[:, None, :] + ((sine[:, None] * y) >> 1)[:, :, None]  # [B, side, side]
     v = (middle - ((sine[:, None] * x) >> 1))[:, None, :] + ((cosine[:, None] * y) >> 1)[:, :, None]
     # Masters have an empty border, so clamping to it reads 0 outside.
     limit = (edge - 1) * one - 1
     u, v = (np.clip(at, 0, limit).astype(np.int32) for at in (u, v))
-    start = (places.which * len(FACE_NAMES) + places.face) * edge * edge
+    start = (which * len(FACE_NAMES) + face) * edge * edge
     index = start[:, None, None] + (v >> _FRACTION) * edge + (u >> _FRACTION)
     fu = (u >> (_FRACTION - 7)) & 127  # the 7 highest fractional bits
     fv = (v >> (_FRACTION - 7)) & 127
