@@ -5,7 +5,6 @@ import io
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,10 @@ _DIGEST_BYTES = 32
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CachedArray:
-    """A memory-mapped, read-only array and the hexadecimal sha256 of its file's contents."""
-
-    array: NDArray[np.uint8]
-    digest: str
-
-
 def cached_array(
     cache_dir: str | Path, name: str, *, key: Mapping[str, Any], build: Callable[[], NDArray[np.uint8]]
-) -> CachedArray:
-    """The array that ``build`` returns, read from ``cache_dir`` if it is stored there.
+) -> tuple[NDArray[np.uint8], str]:
+    """The array that ``build`` returns, memory-mapped and read-only, and the hexadecimal sha256 of its file's contents.
 
     The file is a plain ``.npy`` followed by its sha256 (``numpy.load`` ignores the tail); a damaged file is made again.
 
@@ -53,7 +44,7 @@ def cached_array(
         raise DataError(
             f"cannot use the cache '{path}' ({error.strerror or error}); free some space or choose another cache_dir"
         ) from error
-    return CachedArray(array=np.load(path, mmap_mode="r", allow_pickle=False), digest=digest)
+    return np.load(path, mmap_mode="r", allow_pickle=False), digest
 
 
 def _verified_digest(path: Path) -> str | None:

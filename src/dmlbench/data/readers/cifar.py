@@ -147,8 +147,7 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
         logger.info("reading %s from %s; this happens once", data.title, folder)
         return _rows_of_images(data, found) if isinstance(found, dict) else _rows_of_batches(data, found)
 
-    cached = cached_array(cache_dir, name, key={"version": _VERSION, **key}, build=build)
-    rows = cached.array
+    rows, digest = cached_array(cache_dir, name, key={"version": _VERSION, **key}, build=build)
     num_train = len(rows) * 5 // 6  # of the split for classification, which only names the images here
     numbered = [f"train/{row:05d}" for row in range(num_train)]
     numbered += [f"test/{row:05d}" for row in range(len(rows) - num_train)]
@@ -162,7 +161,7 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
         name=data.name,
         layout=f"{layout.description}; its parts train and test, a split for classification, are merged",
         pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
-        digest=cached.digest,
+        digest=digest,
     )
     return table_of(listing, published=data.published, check_counts=check_counts, place=folder)
 

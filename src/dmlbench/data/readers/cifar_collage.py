@@ -84,8 +84,7 @@ def cifar100_collage(
 
     if collage:
         key = {"version": _VERSION, "of": source.fingerprint, "layout": layout, "images": images_per_class}
-        cached = cached_array(cache_dir, "cifar100_collage", key={**key, "seed": seed}, build=build)
-        pixels, digest = cached.array, cached.digest
+        pixels, digest = cached_array(cache_dir, "cifar100_collage", key={**key, "seed": seed}, build=build)
     else:
         pixels, digest = originals[rows], source.fingerprint
     whole = most * len(label) // (images_per_class or most)

@@ -187,15 +187,15 @@ def _table(
     libraries = f"matplotlib {matplotlib.__version__}, pillow {PIL.__version__}"
     key: dict[str, Any] = {"version": _VERSION, "renderer": f"{libraries}, freetype {features.version('freetype2')}"}
     key |= {"num_classes": num_classes, "images_per_class": images_per_class, "image_size": image_size, "seed": seed}
-    cached = cached_array(cache_dir, name, key=key | dataclasses.asdict(style), build=render)
+    pixels, digest = cached_array(cache_dir, name, key=key | dataclasses.asdict(style), build=render)
     listing = Listing(
         root="",
         paths=[f"U+{code:04X}/{image:03d}" for code in codes for image in range(images_per_class)],
         labels=labels,
         class_names=[f"U+{code:04X} {unicodedata.name(chr(code), 'UNNAMED')}" for code in codes],
         name=name,
-        pixels=cached.array,
-        digest=cached.digest,
+        pixels=pixels,
+        digest=digest,
     )
     return table_of(listing)
 

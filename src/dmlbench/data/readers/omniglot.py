@@ -68,7 +68,7 @@ def omniglot(
         return decoded(drawings.values(), (image_size, image_size), inverted)
 
     key = {"version": _VERSION, "image_size": image_size, "drawings": content_digest(drawings)}
-    cached = cached_array(cache_dir, "omniglot", key=key, build=build)
+    pixels, digest = cached_array(cache_dir, "omniglot", key=key, build=build)
     characters = list(dict.fromkeys(map(_character, paths)))
     labels = pd.Index(characters).get_indexer(pd.Index(map(_character, paths)))
     alphabets, alphabet = np.unique([path.split("/")[0] for path in paths], return_inverse=True)
@@ -86,8 +86,8 @@ def omniglot(
         notes=(f"train and test half share {shorten(cut)}: the split cuts an alphabet",) if len(cut) else (),
         name="omniglot",
         layout=layout.description,
-        pixels=cached.array,
-        digest=cached.digest,
+        pixels=pixels,
+        digest=digest,
     )
     return table_of(listing, published=_PUBLISHED, check_counts=False)
 
