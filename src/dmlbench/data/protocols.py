@@ -36,7 +36,7 @@ class Protocol:
 
     @property
     def num_folds(self) -> int:
-        raise NotImplementedError
+        return 1
 
     @property
     def num_repeats(self) -> int:
@@ -85,8 +85,8 @@ class Mlrc(Protocol):
     least_folds: ClassVar[int] = 2
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        train, val = _without_part(table, self.num_folds, -1 - fold)
-        return Split(f"{table.name} {self.name} fold {fold}", fold, train, val, _test_set(table))
+        parts = _without_part(table, self.num_folds, -1 - fold)
+        return Split(f"{table.name} {self.name} fold {fold}", fold, *parts, _test_set(table))
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,11 @@ class MlrcMusgrave(Mlrc):
             )
         half = table.num_classes // 2
         _check_enough(table, half, at_least=self.num_folds)
-        held_out_count = half // self.num_folds
         ring = (np.arange(half) + fold * half // self.num_folds) % half
-        kept, held_out = ring[: half - held_out_count], ring[half - held_out_count :]
-        return Split(
-            name=f"{table.name} {self.name} fold {fold}",
-            fold=fold,
-            train=rows_of_classes(table, kept),
-            val=RetrievalSet(rows_of_classes(table, held_out)),
-            test=RetrievalSet(rows_of_classes(table, np.arange(half, table.num_classes))),
-        )
+        kept = half - half // self.num_folds
+        classes = ring[:kept], ring[kept:], np.arange(half, table.num_classes)
+        train, val, test = (rows_of_classes(table, part) for part in classes)
+        return Split(f"{table.name} {self.name} fold {fold}", fold, train, RetrievalSet(val), RetrievalSet(test))
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,6 @@ class Conventional(Protocol):
     """Train on the complete train half; select on the test half, as older papers did (``val_is_test``: optimistic)."""
 
     num_repeats: int = 3
-    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "conventional"
     aggregation: ClassVar[str] = "best_and_mean"
 
@@ -146,7 +140,6 @@ class Hpo(Protocol):
     num_parts: int = 5
     held_out_part: int = 4
     num_repeats: int = 3
-    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "hpo"
     aggregation: ClassVar[str] = "mean"
 
@@ -156,8 +149,8 @@ class Hpo(Protocol):
             raise ConfigError(f"held_out_part ({self.held_out_part}) must lie in [0, {self.num_parts - 1}]")
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        train, val = _without_part(table, self.num_parts, self.held_out_part)
-        return Split(f"{table.name} {self.name} part {self.held_out_part}", fold, train, val, test=None)
+        parts = _without_part(table, self.num_parts, self.held_out_part)
+        return Split(f"{table.name} {self.name} part {self.held_out_part}", fold, *parts, test=None)
 
 
 @dataclass(frozen=True)
@@ -166,13 +159,12 @@ class HeldOut(Protocol):
 
     num_parts: int = 2
     num_repeats: int = 3
-    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "held_out"
     aggregation: ClassVar[str] = "mean_of_test"
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        train, val = _without_part(table, self.num_parts, -1)
-        return Split(f"{table.name} {self.name}", fold, train, val, _test_set(table))
+        parts = _without_part(table, self.num_parts, -1)
+        return Split(f"{table.name} {self.name}", fold, *parts, _test_set(table))
 
 
 @dataclass(frozen=True)
@@ -190,7 +182,6 @@ class TwoStage(Protocol):
 
     stage: int = 1
     num_repeats: int = 5
-    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "two_stage"
 
     def __post_init__(self) -> None:
@@ -211,12 +202,11 @@ class TwoStage(Protocol):
         return {"stage": 1} if self.stage == 2 else None
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        classes = _train_classes(table, at_least=2)
         name = f"{table.name} {self.name} stage {self.stage}"
         if self.stage == 1:
-            train, val = (_train_rows(table, part) for part in _parts(classes, 2))
-            return Split(name, fold, train=train, val=RetrievalSet(val), test=None)
-        return Split(name, fold, train=_train_rows(table, classes), val=None, test=_test_set(table))
+            return Split(name, fold, *_without_part(table, 2, -1), test=None)
+        train = _train_rows(table, _train_classes(table, at_least=2))
+        return Split(name, fold, train, val=None, test=_test_set(table))
 
 
 def check_split(split: Split, table: ImageTable) -> Split:

@@ -91,13 +91,13 @@ def test_identical_files_are_grouped_and_counted_across_classes_and_halves(root:
     copy("ant/1.jpg", "bee/twin.jpg")  # across classes of one half
     copy("bee/0.jpg", "dog/twin.jpg")  # across halves
     copy("bee/0.jpg", "dog/twin2.jpg")
-    duplicates = report_of(root).duplicates
-    assert set(duplicates.groups) == {
+    report = report_of(root)
+    assert set(report.twins) == {
         ("ant/0.jpg", "ant/twin.jpg"),
         ("ant/1.jpg", "bee/twin.jpg"),
         ("bee/0.jpg", "dog/twin.jpg", "dog/twin2.jpg"),
     }
-    assert (duplicates.across_classes, duplicates.across_halves) == (2, 1)
+    assert (report.across_classes, report.across_halves) == (2, 1)
 
 
 def test_images_that_no_list_names_are_found_in_listed_folders_only(root: Path) -> None:
@@ -116,8 +116,8 @@ def test_arrays_are_searched_for_twins_and_constant_images(channels: tuple[int, 
     pixels[3] = pixels[0]
     pixels[5] = np.array([7, 8, 9][: max(1, len(channels) * 3)]) if channels else 7
     report = verify(array_table(pixels, [0, 0, 1, 1, 2, 2], ["train"] * 2 + ["test"] * 4))
-    assert report.duplicates.groups == (("0.png", "3.png"),)
-    assert (report.duplicates.across_classes, report.duplicates.across_halves) == (1, 1)
+    assert report.twins == (("0.png", "3.png"),)
+    assert (report.across_classes, report.across_halves) == (1, 1)
     assert report.constant == ("5.png",)
     assert (report.looked_at, report.broken) == (6, ())
 
@@ -130,4 +130,4 @@ def test_the_real_bird_images_are_whole(shared_dir: Path, tmp_path: Path) -> Non
     report = verify(cub200(tmp_path / "cub200", check_counts=False), num_threads=2)
     assert report.looked_at == 51
     assert report.broken == ()
-    assert (report.duplicates.groups, report.unlisted) == ((), ())
+    assert (report.twins, report.unlisted) == ((), ())

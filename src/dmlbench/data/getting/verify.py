@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ImageFile
@@ -24,15 +25,6 @@ Watch = Callable[[int], None]  # called with the number of images that were just
 
 
 @dataclass(frozen=True)
-class Duplicates:
-    """Paths of each group of images with the same bytes, and how many groups span several classes, or both halves."""
-
-    groups: tuple[tuple[str, ...], ...] = ()
-    across_classes: int = 0
-    across_halves: int = 0
-
-
-@dataclass(frozen=True)
 class Report:
     """What was found in a data set.
 
@@ -42,6 +34,8 @@ class Report:
         rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
         constant: paths of images of one color, in array data sets.
+        twins: paths of each group of images with the same bytes; of these groups, ``across_classes`` span several
+            classes and ``across_halves`` both halves.
     """
 
     looked_at: int = 0
@@ -50,7 +44,9 @@ class Report:
     rotated: int = 0
     tiny: tuple[str, ...] = ()
     constant: tuple[str, ...] = ()
-    duplicates: Duplicates = field(default_factory=Duplicates)
+    twins: tuple[tuple[str, ...], ...] = ()
+    across_classes: int = 0
+    across_halves: int = 0
     deviations: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
 
@@ -90,7 +86,7 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
         modes=dict(sorted(Counter(header.mode for _, header in readable if header.mode != "RGB").items())),
         rotated=sum(header.orientation in range(2, 9) for _, header in readable),
         tiny=tuple(path for path, header in readable if min(header.width, header.height) < TINY_SIDE),
-        duplicates=_duplicates(table, digests),
+        **_twins(table, digests),
         deviations=() if originals is None else deviations(headers, originals, np.arange(len(headers))),
         unlisted=tuple(unlisted(table)),
     )
@@ -111,17 +107,17 @@ def unlisted(table: ImageTable) -> list[str]:
     return sorted(found)
 
 
-def _duplicates(table: ImageTable, digests: Iterable[str]) -> Duplicates:
+def _twins(table: ImageTable, digests: Iterable[str]) -> dict[str, Any]:
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, digest in enumerate(digests):
         if digest:
             rows_of[digest].append(row)
     groups = [rows for rows in rows_of.values() if len(rows) > 1]
-    return Duplicates(
-        groups=tuple(tuple(table.paths[rows].tolist()) for rows in groups),
-        across_classes=sum(len(np.unique(table.labels[rows])) > 1 for rows in groups),
-        across_halves=sum(len(np.unique(table.role[rows] == "train")) > 1 for rows in groups),
-    )
+    return {
+        "twins": tuple(tuple(table.paths[rows].tolist()) for rows in groups),
+        "across_classes": sum(len(np.unique(table.labels[rows])) > 1 for rows in groups),
+        "across_halves": sum(len(np.unique(table.role[rows] == "train")) > 1 for rows in groups),
+    }
 
 
 def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
@@ -133,7 +129,7 @@ def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
         if (image == image[0, 0]).all():
             constant.append(path)
         watch(1)
-    return Report(looked_at=len(table), constant=tuple(constant), duplicates=_duplicates(table, digests))
+    return Report(looked_at=len(table), constant=tuple(constant), **_twins(table, digests))
 
 
 def described(table: ImageTable) -> list[str]:
@@ -156,7 +152,6 @@ def described(table: ImageTable) -> list[str]:
 
 def findings(report: Report) -> list[str]:
     """What a report has found, one line each, with the first ten names."""
-    twins = report.duplicates
     found = {
         "cannot be read": [f"{path}: {reason}" for path, reason in report.broken],
         f"smaller than {TINY_SIDE} pixels": report.tiny,
@@ -172,11 +167,11 @@ def findings(report: Report) -> list[str]:
     for text, names in found.items():
         if names:
             lines += [f"  {text}: {len(names)}", *_first(names)]
-    if twins.groups:
+    if report.twins:
         lines += [
-            f"  identical images: {len(twins.groups)} groups of {sum(map(len, twins.groups))} images in all; "
-            f"{twins.across_classes} groups across classes, {twins.across_halves} across training and test half",
-            *_first([" = ".join(_first(group, indent="")) for group in twins.groups]),
+            f"  identical images: {len(report.twins)} groups of {sum(map(len, report.twins))} images in all; "
+            f"{report.across_classes} groups across classes, {report.across_halves} across training and test half",
+            *_first([" = ".join(_first(group, indent="")) for group in report.twins]),
         ]
     return lines
 
