@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.evaluation.embeddings.sets import check_finite
+from dmlbench.evaluation.embeddings.embed import check_finite
 from dmlbench.experiment import Setup
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooled, Pooling

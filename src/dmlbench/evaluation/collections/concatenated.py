@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.embeddings.embed import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
+from dmlbench.evaluation.embeddings.embed import ids_of, labels_of, self_columns
 from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_at_least, check_choice
 

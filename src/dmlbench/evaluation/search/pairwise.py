@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import own_columns
+from dmlbench.evaluation.embeddings.embed import own_columns
 from dmlbench.evaluation.search.candidates import Keys, Tile, pack
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, halved_where_full
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
