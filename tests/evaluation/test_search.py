@@ -18,7 +18,6 @@ from dmlbench.evaluation.search.unit_vectors import (
     UnitSearch,
     exact_similarities,
     fast_product,
-    halving_sum,
     hold_unit_rows,
     unit_rows,
 )
@@ -47,7 +46,7 @@ def test_halving_sum_equals_exact_summation_for_every_width() -> None:
     for width in (0, 1, 2, 3, 7, 8, 100):
         terms = rng.normal(size=(5, width))
         expected = [math.fsum(row) for row in terms]
-        np.testing.assert_allclose(halving_sum(terms.copy()), expected, rtol=1e-13, atol=1e-15)
+        np.testing.assert_allclose(unit_vectors.halving_sum(terms.copy()), expected, rtol=1e-13, atol=1e-15)
 
 
 def test_a_pair_has_the_same_bits_alone_and_among_others() -> None:
