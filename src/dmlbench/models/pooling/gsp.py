@@ -16,9 +16,6 @@ from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, clip_norm, prototype_cost, transport_weights
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
-Combination = Literal["gmp", "weighted_gmp", "gem"]
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -134,7 +131,7 @@ class Gsp(PrototypePooling):
         memory_rows: int = 1024,
         start_step: int = 0,
         weighting: Literal["transported", "residual"] = "transported",
-        combine: Combination | None = None,
+        combine: Literal["gmp", "weighted_gmp", "gem"] | None = None,
         power: float = 3.0,
         epsilon: float = 1e-6,
     ) -> None:
