@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from dmlbench.evaluation.embeddings.embed import own_columns
 from dmlbench.evaluation.search import candidates
 from dmlbench.evaluation.search.candidates import ExactSimilarity, FloatRows, Keys, Tile
 from dmlbench.runtime import single_threaded_torch
-from dmlbench.types import IntArray, RunError
+from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,11 +56,11 @@ class Search(ABC):
     is the memory for tiles and candidates.
     """
 
-    own_column: IntArray  # [Q] gallery index that a query must not find, or -1
-    num_gallery: int  # N
     slack: float  # float32 similarities further apart than this are in the right order
 
-    def __init__(self, device: torch.device, free_bytes: int) -> None:
+    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet, device: torch.device, free_bytes: int) -> None:
+        self.own_column = own_columns(queries, gallery)  # [Q] gallery index that a query must not find, or -1
+        self.num_gallery = len(gallery)  # N
         self.device, self.on_host, self.free_bytes = device, tiles_on_host(device), free_bytes
 
     @abstractmethod
@@ -95,10 +96,10 @@ class Search(ABC):
         return lambda rows, columns: self.exact_pairs(part[rows], columns)
 
     def ranked(
-        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan | None = None
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
     ) -> Iterator[tuple[IntArray, Result]]:
         """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile of ``wanted``, ascending."""
-        plan = plan or self.plan(k, len(wanted))
+        plan = self.plan(k, len(wanted))
 
         def work(part: IntArray) -> tuple[IntArray, Result]:
             return part, finish(part, self.candidates(part, k, columns=plan.columns))
