@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -56,17 +57,10 @@ class KmeansSettings:
 
 def kmeans_of(text: str) -> KmeansSettings:
     """The settings of ``str(settings)``."""
-    library, *others = text.removesuffix(ON_GPU).split(", ")
-    found: dict[str, Any] = {"library": library}
-    for part in others:
-        first, _, last = part.partition(" ")
-        if first == "seed":
-            found["seed"] = int(last)
-        elif last in ("starts", "steps"):
-            found["restarts" if last == "starts" else "max_steps"] = int(first)
-        else:
-            found["init"] = part
-    return KmeansSettings(**found)
+    form = r"(\S+?)(?:, (k-means\+\+))?(?:, (\d+) starts)?(?:, (\d+) steps)?, seed (\d+)"
+    found: Any = re.fullmatch(form, text.removesuffix(ON_GPU))
+    library, init, restarts, steps, seed = found.groups()
+    return KmeansSettings(int(seed), library, init or "random", int(restarts or 1), int(steps or 25))
 
 
 class WholeSet:
