@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dmlbench.evaluation.metrics.clustering import (
-    KmeansSettings,
-    WholeSet,
-    class_distances,
-    first_hits,
-    kmeans,
-    kmeans_of,
-    mutual_information,
-)
+from dmlbench.evaluation.metrics import clustering
+from dmlbench.evaluation.metrics.clustering import KmeansSettings, WholeSet, class_distances, kmeans, mutual_information
 from dmlbench.evaluation.metrics.table import asked_scores, set_scores
 from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
@@ -79,7 +72,7 @@ def test_raw_recall_counts_what_is_nearer_by_rows_of_any_length() -> None:
         order = sorted(others, key=lambda j: (((given[i] - given[j]) ** 2).sum(), j))
         hits = [rank for rank, j in enumerate(order) if labels[j] == labels[i]]
         expected += hits[:1]
-    assert first_hits(part["queries"], part["gallery"]).tolist() == expected
+    assert clustering.first_hits(part["queries"], part["gallery"]).tolist() == expected
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
@@ -195,7 +188,7 @@ def test_more_starts_and_steps_and_kmeans_plus_plus_find_tighter_clusters(librar
 
 @pytest.mark.parametrize("settings", [KmeansSettings(library="faiss"), dataclasses.replace(PROXYNCA_PP, seed=3)])
 def test_results_name_settings_so_that_they_can_be_read_again(settings: KmeansSettings) -> None:
-    assert kmeans_of(str(settings)) == settings == kmeans_of(f"{settings} on a GPU")
+    assert clustering.kmeans_of(str(settings)) == settings == clustering.kmeans_of(f"{settings} on a GPU")
     assert str(PROXYNCA_PP) == "scikit-learn, k-means++, 10 starts, 300 steps, seed 0"
 
 

@@ -233,13 +233,10 @@ def test_p_at_1_by_chance_is_that_of_random_rankings() -> None:
         assert std == pytest.approx(np.std(drawn), rel=0.07)
 
 
-@pytest.mark.parametrize("back_end", ["torch", "faiss"])
-def test_nearest_orders_by_distance_then_by_gallery_index(back_end: BackEnd) -> None:
-    if back_end == "faiss":
-        pytest.importorskip("faiss", reason="extra faiss-cpu")
+def test_nearest_orders_by_distance_then_by_gallery_index() -> None:
     queries = difficult_set(2)
     unit = unit_rows(queries.rows).astype(np.float64)
-    found = nearest(queries, None, 7, back_end=back_end, tile_bytes=8192)
+    found = nearest(queries, None, 7, tile_bytes=8192)
     for q in range(len(queries)):
         items = sorted((-float(np.sum(unit[q] * unit[g])), g) for g in range(len(queries)) if g != q)[:7]
         assert found.index[q].tolist() == [g for _, g in items]

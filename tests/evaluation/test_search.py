@@ -18,7 +18,6 @@ from dmlbench.evaluation.search.unit_vectors import (
     UnitSearch,
     exact_similarities,
     fast_product,
-    halving_sum,
     hold_unit_rows,
     unit_rows,
 )
@@ -47,7 +46,7 @@ def test_halving_sum_equals_exact_summation_for_every_width() -> None:
     for width in (0, 1, 2, 3, 7, 8, 100):
         terms = rng.normal(size=(5, width))
         expected = [math.fsum(row) for row in terms]
-        np.testing.assert_allclose(halving_sum(terms.copy()), expected, rtol=1e-13, atol=1e-15)
+        np.testing.assert_allclose(unit_vectors.halving_sum(terms.copy()), expected, rtol=1e-13, atol=1e-15)
 
 
 def test_a_pair_has_the_same_bits_alone_and_among_others() -> None:
@@ -246,10 +245,10 @@ def test_half_of_the_products_find_what_a_sort_of_float64_products_does(
     def finish(part: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
 
-    plan = ScanPlan(rows, columns, threads, by_half=True)
+    search.plan = lambda *_: ScanPlan(rows, columns, threads, by_half=True)
     found = [
         (q, column)
-        for part, nearest in search.ranked(k, finish, wanted=wanted, plan=plan)
+        for part, nearest in search.ranked(k, finish, wanted=wanted)
         for q, column in zip(part.tolist(), nearest.tolist(), strict=True)
     ]
     assert [q for q, _ in found] == wanted.tolist()
@@ -267,8 +266,9 @@ def test_candidates_of_later_rows_are_narrowed_to_those_that_others_do_not_rule_
 
     rows = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
     queries = EmbeddingSet(rows, torch.zeros(600), torch.arange(600))
-    plan = ScanPlan(32, 600, 1, by_half=True)
-    list(UnitSearch(queries, None).ranked(5, finish, wanted=np.arange(600), plan=plan))
+    search = UnitSearch(queries, None)
+    search.plan = lambda *_: ScanPlan(32, 600, 1, by_half=True)
+    list(search.ranked(5, finish, wanted=np.arange(600)))
     assert max(sizes) < 25  # of 600
 
 

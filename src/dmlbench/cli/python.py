@@ -16,7 +16,7 @@ from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.train import composed_run
 from dmlbench.config import compose, composing
-from dmlbench.evaluation.embeddings.sets import Array
+from dmlbench.evaluation.embeddings.embed import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dmlbench.evaluation.embeddings.sets import Array, ids_of, labels_of, sets_of_arrays
+from dmlbench.evaluation.embeddings.embed import Array, ids_of, labels_of, sets_of_arrays
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
 from dmlbench.evaluation.relevance import Relevance, degeneracies, relevance_of

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, own_columns
+from dmlbench.evaluation.embeddings.embed import ids_of, labels_of, own_columns
 from dmlbench.evaluation.metrics.table import Score, depth
 from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, settle
 from dmlbench.evaluation.search.unit_vectors import unit_rows

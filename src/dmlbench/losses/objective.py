@@ -17,8 +17,6 @@ from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.types import ConfigError, IntArray, ModelOutput
 
-Mixing = Literal["convex", "add"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -39,7 +37,7 @@ class Objective(nn.Module):
         miner: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None,
         regularizers: Mapping[str, Regularizer] | None = None,
         *,
-        mixing: Mixing = "convex",
+        mixing: Literal["convex", "add"] = "convex",
     ) -> None:
         super().__init__()
         regularizers = regularizers or {}

@@ -9,9 +9,6 @@ from torch.nn.functional import normalize
 from dmlbench.losses.base import BatchLabels, Counters
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
-Variant = Literal["paper", "gsp"]
-Placement = Literal["official", "ring"]
-
 
 class CrossBatchMemory(Counters):
     """Add to a loss of pairs or triplets the same loss between the batch and a memory of embeddings.
@@ -47,8 +44,8 @@ class CrossBatchMemory(Counters):
         *,
         weight: float = 1.0,
         start_step: int = 1000,
-        variant: Variant = "paper",
-        placement: Placement = "official",
+        variant: Literal["paper", "gsp"] = "paper",
+        placement: Literal["official", "ring"] = "official",
         normalize_rows: bool = True,
         memory_miner: nn.Module | None = None,
     ) -> None:

@@ -69,19 +69,14 @@ class AvslHead(LevelsHead):
         self.variant = variant
         self.level_size = level_size
         self.num_levels = num_levels
-        self.weights = nn.ParameterList()
-        self.biases = nn.ParameterList()
-        for channels in in_channels:
-            # He's initialization by the outputs, as in the public code
-            self.weights.append(nn.Parameter(torch.randn(level_size, channels) * math.sqrt(2 / level_size)))
-            self.biases.append(nn.Parameter(torch.zeros(level_size)))
+        # He's initialization by the outputs, as in the public code
+        self.weights = nn.ParameterList(torch.randn(level_size, c) * math.sqrt(2 / level_size) for c in in_channels)
+        self.biases = nn.ParameterList(torch.zeros(level_size) for _ in in_channels)
         self.certainty_weights = nn.ParameterList()
         if reliability == "learned":
             if map_sizes is None or len(map_sizes) != num_levels:
                 raise ConfigError("reliability=learned: expected head.map_sizes, the size of every level's map.")
-            for height, width in map_sizes:
-                size = height * width
-                self.certainty_weights.append(nn.Parameter(torch.randn(size) / math.sqrt(size)))
+            self.certainty_weights.extend(torch.randn(h * w) / math.sqrt(h * w) for h, w in map_sizes)
 
     def make_distance(self) -> AvslDistance:
         return self._new_distance()

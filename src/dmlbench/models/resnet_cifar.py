@@ -84,11 +84,8 @@ class ResNet20(Backbone):
         return tuple(maps[level + 1] for level in self._levels)
 
     def named_stages(self) -> Mapping[str, Stage]:
-        found = {"conv1": Stage(self._stem, [self.conv1, self.bn1])}
+        found = {"conv1": Stage(lambda x: F.relu(self.bn1(self.conv1(x)), inplace=True), [self.conv1, self.bn1])}
         for level in range(self._levels[-1] + 1):
             layer = self.get_submodule(name := f"layer{level + 1}")
             found[name] = Stage(layer, [layer])
         return found
-
-    def _stem(self, images: Tensor) -> Tensor:
-        return F.relu(self.bn1(self.conv1(images)), inplace=True)

@@ -55,9 +55,8 @@ def prototype_cost(features: Tensor, prototypes: Tensor) -> Tensor:
     with torch.autocast(features.device.type, enabled=False):
         x = clip_norm(features.to(dtype)).reshape(batch * pixels, size)
         y = clip_norm(prototypes.to(dtype))
-        distance: Tensor  # [B n, m]
         if dtype == torch.float64:
-            distance = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+            distance = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")  # [B n, m]
         else:
             distance = _Float32Distance.apply(x, y)
         return distance.view(batch, pixels, -1).transpose(1, 2)
@@ -111,8 +110,7 @@ def transport_weights(
     with torch.autocast(cost.device.type, enabled=False):
         cost = cost.to(torch.promote_types(cost.dtype, torch.float32))
         if solver == "exact" or transport_ratio == 1:
-            weights, histogram = _ExactTransport.apply(cost, float(transport_ratio), float(smoothing))
-            return TransportPlan(weights, histogram)
+            return TransportPlan(*_ExactTransport.apply(cost, float(transport_ratio), float(smoothing)))
         log_rest, plan = _fixed_point(cost, transport_ratio=transport_ratio, smoothing=smoothing, iterations=iterations)
         weights = (1.0 / cost.shape[2] - log_rest.exp()) / transport_ratio
         return TransportPlan(weights, plan.sum(dim=2) / transport_ratio)

@@ -59,16 +59,11 @@ def load_weights(
         names: the file's name of every tensor of the module; None: the same.
     """
     weights = read_weights(path)
-    own_weights = module.state_dict()
-    expected = {key if names is None else names[key]: key for key in own_weights}
     adapted: dict[str, Tensor] = {}
-    for key, own_key in expected.items():
-        own = own_weights[own_key]
-        found = weights.get(key)
+    for own_key, own in module.state_dict().items():
+        key = own_key if names is None else names[own_key]
+        found = weights.pop(key, own if key.endswith("num_batches_tracked") else None)
         if found is None:
-            if key.endswith("num_batches_tracked"):
-                adapted[own_key] = own
-                continue
             raise _wrong_file(module, path, f"'{key}' {tuple(own.shape)} is missing from the file")
         if found.shape == (1, *own.shape):  # as old converters wrote batch norm
             found = found[0]
@@ -76,9 +71,9 @@ def load_weights(
             shapes = f"{tuple(found.shape)} in the file and {tuple(own.shape)} in the model"
             raise _wrong_file(module, path, f"'{key}' has shape {shapes}")
         adapted[own_key] = found
-    for key in weights:
-        if key not in expected and not key.startswith(tuple(ignore)):
-            raise _wrong_file(module, path, f"'{key}' {tuple(weights[key].shape)} is unknown to the model")
+    for key, other in weights.items():
+        if not key.startswith(tuple(ignore)):
+            raise _wrong_file(module, path, f"'{key}' {tuple(other.shape)} is unknown to the model")
     module.load_state_dict(adapted)
     logger.info("loaded %d tensors from %s", len(adapted), path)
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
-from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.embeddings.embed import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import (
     DEFAULT_METRICS,

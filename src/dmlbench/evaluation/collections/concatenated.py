@@ -18,34 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from dmlbench.evaluation.embeddings.sets import ModelDistances, ModelEmbeddings
+from dmlbench.evaluation.embeddings.embed import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
-from dmlbench.evaluation.search.candidates import (
-    FloatRows,
-    Found,
-    Tile,
-    Workspace,
-    by_row,
-    floor_below,
-    kth_bound,
-    marked,
-    pack,
-    settle,
-    to_device,
-    to_host,
-)
+from dmlbench.evaluation.search import candidates, scan
+from dmlbench.evaluation.search.candidates import FloatRows, Tile
 from dmlbench.evaluation.search.pairwise import search_by
-from dmlbench.evaluation.search.scan import (
-    Search,
-    empty_tile,
-    exclude,
-    halved_where_full,
-    over_threads,
-    parts_of,
-    single_threaded_products,
-)
+from dmlbench.evaluation.search.scan import Search
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.types import IntArray
@@ -65,7 +45,7 @@ _RANKED = 2**18  # items of some sums that are put in order together
 
 logger = logging.getLogger(__name__)
 
-_workspace = Workspace()
+_workspace = candidates.Workspace()
 
 
 class Near(NamedTuple):
@@ -153,7 +133,7 @@ def _score(
     rows = max(1, min(_TILE_ROWS if on_host else len(relevance.valid), free // 3 // per_query))
 
     def work(part: IntArray) -> int:
-        halved_where_full(lambda first, last: halved_where_crowded(part[first:last]), 0, len(part), device=device)
+        scan.halved_where_full(lambda first, last: halved_where_crowded(part[first:last]), 0, len(part), device=device)
         return len(part)
 
     def halved_where_crowded(part: IntArray) -> None:
@@ -171,10 +151,10 @@ def _score(
         slacks = np.zeros(len(rankings))
         for start in range(0, num_gallery, columns):
             stop = min(start + columns, num_gallery)
-            value = empty_tile((len(models), len(part), stop - start), device, on_host=on_host)
+            value = scan.empty_tile((len(models), len(part), stop - start), device, on_host=on_host)
             bounds = [m.bounded_similarities(part, start, stop, out=x) for m, x in zip(models, value, strict=True)]
             for out in value:
-                exclude(out, relevance.own_column[part] - start)
+                scan.exclude(out, relevance.own_column[part] - start)
             slacks = np.maximum(slacks, [_slack(bounds, sums) for sums in rankings])
             nearest, upper = largest_on_average(value, rankings[0], _NEAR_ON_AVERAGE * k)
             for blocks, sums, slack in zip(found, rankings, slacks, strict=True):
@@ -202,9 +182,9 @@ def _score(
 
     with (
         tqdm(total=len(relevance.valid), desc="collections", unit="query", disable=not progress, leave=False) as bar,
-        single_threaded_products(),
+        scan.single_threaded_products(),
     ):
-        for count in over_threads(work, parts_of(relevance.valid, rows), threads=threads):
+        for count in scan.over_threads(work, scan.parts_of(relevance.valid, rows), threads=threads):
             bar.update(count)
 
 
@@ -232,8 +212,8 @@ def largest_on_average(value: Tile, sums: IntArray, count: int) -> tuple[FloatRo
     if isinstance(value, Tensor):
         average, bound = _middle_and_upper(value, sums)
         nearest = average.topk(min(count, average.shape[1]), dim=1, sorted=False).indices
-        return to_host(value.gather(2, nearest.expand(len(value), -1, -1)))[0], bound
-    middle, upper = to_host(*_middle_and_upper(torch.from_numpy(value), sums))
+        return candidates.to_host(value.gather(2, nearest.expand(len(value), -1, -1)))[0], bound
+    middle, upper = candidates.to_host(*_middle_and_upper(torch.from_numpy(value), sums))
     height, width = middle.shape
     place = np.argpartition(middle, -min(count, width), axis=1)[:, -count:]
     return np.take(value.reshape(len(value), -1), place + np.arange(height)[:, None] * width, axis=1), upper
@@ -241,7 +221,7 @@ def largest_on_average(value: Tile, sums: IntArray, count: int) -> tuple[FloatRo
 
 def reached_by(some: FloatRows, sums: IntArray, k: int) -> FloatRows:
     """Values [T, S] that every sum of at least k of the items ``some`` [M, T, C] reaches; -inf if there are fewer."""
-    return np.concatenate([kth_bound(total, k) for total in _totals(some, sums)], axis=1)
+    return np.concatenate([candidates.kth_bound(total, k) for total in _totals(some, sums)], axis=1)
 
 
 def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, slack: float) -> Near:
@@ -250,15 +230,15 @@ def select(value: Tile, largest: Tile, first_column: int, reach: FloatRows, *, s
     ``largest`` [T, W] bounds every sum, ``reach`` [T, S] is what at least k items reach, here or in blocks before. Sums
     further apart than ``slack`` are in the right order. The block's first column is the item ``first_column``.
     """
-    floor = floor_below(reach.min(axis=1, keepdims=True), slack)
+    floor = candidates.floor_below(reach.min(axis=1, keepdims=True), slack)
     flat = value.reshape(len(value), -1)
     if isinstance(largest, Tensor) and isinstance(flat, Tensor):
-        place = torch.nonzero((largest >= to_device(largest.device, floor)[0]).flatten())[:, 0]
-        item, near = to_host(place, torch.as_tensor(flat)[:, place])
+        place = torch.nonzero((largest >= candidates.to_device(largest.device, floor)[0]).flatten())[:, 0]
+        item, near = candidates.to_host(place, torch.as_tensor(flat)[:, place])
     else:
         item = np.flatnonzero(largest >= floor)
         near = np.asarray(flat[:, item])
-    counts, column = by_row(item, largest.shape)
+    counts, column = candidates.by_row(item, largest.shape)
     return Near(near, column + first_column, counts, reach)
 
 
@@ -294,13 +274,14 @@ def rank_by_numpy(
         some = sums[start : start + at_once]
         counts, keys = [], []
         for total, reach in itertools.islice(totals, len(some)):
-            item = np.flatnonzero(total >= np.repeat(floor_below(reach, slack), near.counts))
+            item = np.flatnonzero(total >= np.repeat(candidates.floor_below(reach, slack), near.counts))
             counts.append(np.bincount(query[item], minlength=len(part)))
-            keys.append(pack(total[item], item) | relevant[item])
+            keys.append(candidates.pack(total[item], item) | relevant[item])
         exact = functools.partial(_exact_sums, models, part, near, query, np.repeat(some, len(part), axis=0))
-        rows = Found(np.concatenate(counts), np.concatenate(keys)).padded()
-        settled = settle(rows, exact, k=k, slack=slack, by_mark=True)[:, :k]
-        ranked[start : start + len(some), :, : settled.shape[1]] = marked(settled).reshape(len(some), len(part), -1)
+        rows = candidates.Found(np.concatenate(counts), np.concatenate(keys)).padded()
+        settled = candidates.settle(rows, exact, k=k, slack=slack, by_mark=True)[:, :k]
+        of_sums = candidates.marked(settled).reshape(len(some), len(part), -1)
+        ranked[start : start + len(some), :, : settled.shape[1]] = of_sums
     return ranked
 
 
@@ -313,11 +294,8 @@ def _exact_sums(
         asked, place = np.unique(chosen * len(query) + item, return_inverse=True)
         number, asked = np.divmod(asked, len(query))
         parts = np.split(asked, np.searchsorted(number, range(1, len(models))))
-        exact = [
-            model.exact(part)(query[some], near.column[some])
-            for model, some in zip(models, parts, strict=True)
-            if len(some)
-        ]
+        pairs = zip(models, parts, strict=True)
+        exact = [m.exact(part)(query[some], near.column[some]) for m, some in pairs if len(some)]
         total += np.concatenate(exact)[place]
     return total
 

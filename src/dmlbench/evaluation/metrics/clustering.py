@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -9,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from dmlbench.evaluation.embeddings.sets import ids_of, labels_of, self_columns
+from dmlbench.evaluation.embeddings.embed import ids_of, labels_of, self_columns
 from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, check_at_least, check_choice
 
@@ -56,17 +57,10 @@ class KmeansSettings:
 
 def kmeans_of(text: str) -> KmeansSettings:
     """The settings of ``str(settings)``."""
-    library, *others = text.removesuffix(ON_GPU).split(", ")
-    found: dict[str, Any] = {"library": library}
-    for part in others:
-        first, _, last = part.partition(" ")
-        if first == "seed":
-            found["seed"] = int(last)
-        elif last in ("starts", "steps"):
-            found["restarts" if last == "starts" else "max_steps"] = int(first)
-        else:
-            found["init"] = part
-    return KmeansSettings(**found)
+    form = r"(\S+?)(?:, (k-means\+\+))?(?:, (\d+) starts)?(?:, (\d+) steps)?, seed (\d+)"
+    found: Any = re.fullmatch(form, text.removesuffix(ON_GPU))
+    library, init, restarts, steps, seed = found.groups()
+    return KmeansSettings(int(seed), library, init or "random", int(restarts or 1), int(steps or 25))
 
 
 class WholeSet:

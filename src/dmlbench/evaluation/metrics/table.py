@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from dmlbench.evaluation.metrics.clustering import WholeSet
 from dmlbench.types import ConfigError, IntArray, closest
 
-Reads = Literal["nearest", "ranking", "clusters", "distances"]
 MUSGRAVE = "Musgrave et al., A Metric Learning Reality Check, ECCV 2020, section 3.2"
 TEH = "code of Teh et al., ProxyNCA++, ECCV 2020 (euwern/proxynca_pp, folder evaluation, at commit 217233d2)"
 ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performance in Deep Metric Learning, ICML 2020"
@@ -45,7 +44,7 @@ class Metric:
     label: str
     formula: str
     source: str
-    reads: Reads
+    reads: Literal["nearest", "ranking", "clusters", "distances"]
     score: Callable[[Any, int], Any]
     places: int | Literal["R", "K"] = "K"
     better: Literal["higher"] | None = "higher"

@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import own_columns
 from dmlbench.evaluation.search.candidates import Keys, Tile, pack
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, halved_where_full
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, UnitSearch
@@ -89,8 +88,7 @@ class PairwiseSearch(Search):
         device: torch.device | None = None,
     ) -> None:
         reference = queries if gallery is None else gallery
-        self.own_column = own_columns(queries, reference)
-        self.distance, self.num_gallery = distance, len(reference)
+        self.distance = distance
         self._within, self._symmetric = gallery is None, is_symmetric(distance)
         self._sign = 1.0 if distance.is_inverted else -1.0
         self._sets = (queries.rows.detach(), reference.rows.detach().to(queries.rows.device))
@@ -98,7 +96,8 @@ class PairwiseSearch(Search):
         self._has_state = bool(state)
         lies = state[0].device if state else queries.rows.device
         self._bounded = hasattr(distance, "float32_error")
-        super().__init__(device if device is not None and (self._bounded or not state) else lies, tile_bytes)
+        there = device if device is not None and (self._bounded or not state) else lies
+        super().__init__(queries, reference, there, tile_bytes)
         if self._bounded:
             if any(x.dtype != torch.float32 or x.device != self.device for x in state):
                 distance = copy.deepcopy(distance).to(self.device, torch.float32)

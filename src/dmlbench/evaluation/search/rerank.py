@@ -165,7 +165,6 @@ def nearest(
     k: int,
     *,
     distance: "BaseDistance | None" = None,
-    back_end: BackEnd = "auto",
     tile_bytes: int = TILE_BYTES,
 ) -> Neighbors:
     """The k nearest gallery items of every query, ties by gallery index.
@@ -187,7 +186,7 @@ def nearest(
         behind = ((0, 0), (0, indices[0].shape[1] - values[0].shape[1]))
         value = np.pad(np.concatenate(values), behind, constant_values=np.nan)
         return Neighbors(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(value))
-    search = search_by(distance, queries, gallery, back_end=back_end, tile_bytes=tile_bytes)
+    search = search_by(distance, queries, gallery, tile_bytes=tile_bytes)
     available = search.num_gallery - int((search.own_column >= 0).any())
     if not 1 <= k <= available:
         raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")

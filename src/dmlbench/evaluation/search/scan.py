@@ -22,19 +22,11 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-from dmlbench.evaluation.search.candidates import (
-    ExactSimilarity,
-    FloatRows,
-    Keys,
-    Tile,
-    TopK,
-    Workspace,
-    column_of,
-    settle,
-    to_device,
-)
+from dmlbench.evaluation.embeddings.embed import own_columns
+from dmlbench.evaluation.search import candidates
+from dmlbench.evaluation.search.candidates import ExactSimilarity, FloatRows, Keys, Tile
 from dmlbench.runtime import single_threaded_torch
-from dmlbench.types import IntArray, RunError
+from dmlbench.types import EmbeddingSet, IntArray, RunError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,7 +36,7 @@ BYTES_PER_WAITING = 64  # and place, of a scan by half: keys and their sorted co
 
 logger = logging.getLogger(__name__)
 
-_workspace = Workspace()
+_workspace = candidates.Workspace()
 
 
 @dataclass(frozen=True)
@@ -64,11 +56,11 @@ class Search(ABC):
     is the memory for tiles and candidates.
     """
 
-    own_column: IntArray  # [Q] gallery index that a query must not find, or -1
-    num_gallery: int  # N
     slack: float  # float32 similarities further apart than this are in the right order
 
-    def __init__(self, device: torch.device, free_bytes: int) -> None:
+    def __init__(self, queries: EmbeddingSet, gallery: EmbeddingSet, device: torch.device, free_bytes: int) -> None:
+        self.own_column = own_columns(queries, gallery)  # [Q] gallery index that a query must not find, or -1
+        self.num_gallery = len(gallery)  # N
         self.device, self.on_host, self.free_bytes = device, tiles_on_host(device), free_bytes
 
     @abstractmethod
@@ -104,10 +96,10 @@ class Search(ABC):
         return lambda rows, columns: self.exact_pairs(part[rows], columns)
 
     def ranked(
-        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray, plan: ScanPlan | None = None
+        self, k: int, finish: Callable[[IntArray, Keys], Result], *, wanted: IntArray
     ) -> Iterator[tuple[IntArray, Result]]:
         """Apply ``finish(queries [T], candidates [T, C])`` to the k nearest, tile by tile of ``wanted``, ascending."""
-        plan = plan or self.plan(k, len(wanted))
+        plan = self.plan(k, len(wanted))
 
         def work(part: IntArray) -> tuple[IntArray, Result]:
             return part, finish(part, self.candidates(part, k, columns=plan.columns))
@@ -122,13 +114,13 @@ class Search(ABC):
         """(queries [T], their k nearest gallery items [T, k] or -1), tile by tile in the order of ``wanted``."""
 
         def finish(part: IntArray, keys: Keys) -> IntArray:
-            return column_of(settle(keys, self.exact(part), k=k, slack=self.slack)[:, :k])
+            return candidates.column_of(candidates.settle(keys, self.exact(part), k=k, slack=self.slack)[:, :k])
 
         return self.ranked(k, finish, wanted=wanted)
 
     def candidates(self, part: IntArray, k: int, *, columns: int) -> Keys:
         """Candidates [T, C] for the k nearest of the queries ``part`` [T], ``columns`` gallery items at a time."""
-        top = TopK(len(part), k, slack=self.slack)
+        top = candidates.TopK(len(part), k, slack=self.slack)
 
         def work(start: int, stop: int) -> None:
             top.add(_tile(self, part, start, stop), first_column=start)
@@ -143,7 +135,7 @@ def _by_half(
 ) -> Iterator[tuple[IntArray, Result]]:
     size, rows = source.num_gallery, plan.rows
     blocks = parts_of(np.arange(size), rows)
-    tops = [TopK(len(block), k, slack=source.slack) for block in blocks]
+    tops = [candidates.TopK(len(block), k, slack=source.slack) for block in blocks]
     columns = max(1, plan.columns // rows) * rows  # of whole blocks
 
     def work(number: int) -> None:
@@ -183,7 +175,7 @@ def exclude(similarity: Tile, own: IntArray) -> None:
     """Put -inf at column ``own`` [T] of each row of ``similarity`` [T, W] that has such a column."""
     held = np.flatnonzero((own >= 0) & (own < similarity.shape[1]))
     if isinstance(similarity, Tensor):
-        row, column = to_device(similarity.device, held, own[held])
+        row, column = candidates.to_device(similarity.device, held, own[held])
         similarity[row, column] = -torch.inf
     else:
         similarity[held, own[held]] = -np.inf

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.embeddings.sets import own_columns
 from dmlbench.evaluation.search.candidates import PADDING, FloatRows, Found, Keys, Tile, floor_below, pack, to_device
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, moved_to
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice
@@ -240,9 +239,7 @@ class UnitSearch(Search):
                 "or use back_end=auto, which gives the same numbers without it"
             )
         reference = queries if gallery is None else gallery
-        self.own_column = own_columns(queries, reference)
-        self.num_gallery = len(reference)
-        super().__init__(device or queries.rows.device, tile_bytes)
+        super().__init__(queries, reference, device or queries.rows.device, tile_bytes)
         self.gallery = self._held(reference.rows, tile_bytes)
         self.query = self.gallery if gallery is None else self._held(queries.rows, tile_bytes)
         self.product = fast_product(self.query, self.gallery)

@@ -4,18 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import (
-    Pooled,
-    Variant,
-    WeightedPooling,
-    check_odd,
-    check_width,
-    convolve,
-    reduced_width,
-    shares,
-    start_glorot,
-    weighted_sum,
-)
+from dmlbench.models.pooling import base
+from dmlbench.models.pooling.base import Pooled, Variant, WeightedPooling
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 
@@ -35,21 +25,21 @@ class Delf(WeightedPooling):
     ) -> None:
         super().__init__()
         check_positive(num_filters=num_filters)
-        check_odd(conv_size=conv_size)
+        base.check_odd(conv_size=conv_size)
         self.variant = variant
         self.hidden = nn.Conv2d(num_channels, num_filters, conv_size, padding=conv_size // 2)
         self.score = nn.Conv2d(num_filters, 1, 1)
-        start_glorot(self)
+        base.start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_width(x, self.hidden.in_channels)
-        hidden = F.relu(convolve(self.hidden, x))
+        base.check_width(x, self.hidden.in_channels)
+        hidden = F.relu(base.convolve(self.hidden, x))
         with torch.autocast(x.device.type, enabled=False):
             attention = F.softplus(self.score(hidden.to(self.score.weight.dtype)))[:, 0]  # [B, H, W]
-            pooled = weighted_sum(x, attention)
+            pooled = base.weighted_sum(x, attention)
             if self.variant == "official":
                 pooled = pooled / (x.shape[2] * x.shape[3])
-        return Pooled(project(pooled), {"weights": shares(attention)})
+        return Pooled(project(pooled), {"weights": base.shares(attention)})
 
 
 class Cbam(WeightedPooling):
@@ -66,15 +56,15 @@ class Cbam(WeightedPooling):
 
     def __init__(self, num_channels: int, *, channel_reduction: int = 1, conv_size: int = 3) -> None:
         super().__init__()
-        check_odd(conv_size=conv_size)
-        width = reduced_width(num_channels, channel_reduction)
+        base.check_odd(conv_size=conv_size)
+        width = base.reduced_width(num_channels, channel_reduction)
         self.reduce = nn.Linear(num_channels, width, bias=False)
         self.expand = nn.Linear(width, num_channels, bias=False)
         self.spatial = nn.Conv2d(2, 1, conv_size, padding=conv_size // 2, bias=False)  # of maximum and mean
-        start_glorot(self)
+        base.start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        check_width(x, self.reduce.in_features)
+        base.check_width(x, self.reduce.in_features)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.spatial.weight.dtype)
             summaries = torch.stack([x.amax(dim=(2, 3)), x.mean(dim=(2, 3))])  # [2, B, C]
@@ -82,5 +72,5 @@ class Cbam(WeightedPooling):
             scaled = x * channels[:, :, None, None]
             pixels = torch.stack([scaled.amax(dim=1), scaled.mean(dim=1)], dim=1)  # [B, 2, H, W]
             attention = torch.sigmoid(self.spatial(pixels))[:, 0]  # [B, H, W]
-            pooled = weighted_sum(scaled, attention) / (x.shape[2] * x.shape[3])
-        return Pooled(project(pooled), {"weights": shares(attention)})
+            pooled = base.weighted_sum(scaled, attention) / (x.shape[2] * x.shape[3])
+        return Pooled(project(pooled), {"weights": base.shares(attention)})

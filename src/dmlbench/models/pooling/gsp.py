@@ -16,9 +16,6 @@ from dmlbench.models.projection import Projection
 from dmlbench.models.transport import Solver, check_transport, clip_norm, prototype_cost, transport_weights
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
-Combination = Literal["gmp", "weighted_gmp", "gem"]
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -134,19 +131,19 @@ class Gsp(PrototypePooling):
         memory_rows: int = 1024,
         start_step: int = 0,
         weighting: Literal["transported", "residual"] = "transported",
-        combine: Combination | None = None,
+        combine: Literal["gmp", "weighted_gmp", "gem"] | None = None,
         power: float = 3.0,
         epsilon: float = 1e-6,
     ) -> None:
-        check_transport(transport_ratio=transport_ratio, smoothing=smoothing, solver=solver, iterations=iterations)
+        solution: dict[str, Any] = {"solver": solver, "iterations": iterations}
+        check_transport(transport_ratio=transport_ratio, smoothing=smoothing, **solution)
         check_positive(num_prototypes=num_prototypes, power=power, epsilon=epsilon)
         if weighting == "residual" and transport_ratio == 1:
             raise ConfigError(f"transport_ratio: got {transport_ratio}, expected below 1 with weighting=residual.")
         super().__init__(embedding_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.transport_ratio = transport_ratio
         self.smoothing = smoothing
-        self.solver = solver
-        self.iterations = iterations
+        self._solution = solution
         self.weighting = weighting
         self.combine = combine
         self.epsilon = epsilon
@@ -158,18 +155,13 @@ class Gsp(PrototypePooling):
         batch, _, height, width = x.shape
         side: dict[str, Tensor] = {}
         if self._started:
-            plan = transport_weights(
-                prototype_cost(rows, self.prototypes),
-                transport_ratio=self.transport_ratio,
-                smoothing=self.smoothing,
-                solver=self.solver,
-                iterations=self.iterations,
-            )
+            cost, ratio = prototype_cost(rows, self.prototypes), self.transport_ratio
+            plan = transport_weights(cost, transport_ratio=ratio, smoothing=self.smoothing, **self._solution)
             side["histogram"] = plan.histogram
             pixel_weights = plan.weights
             if self.weighting == "residual":
-                stays = 1.0 / (height * width) - self.transport_ratio * plan.weights
-                pixel_weights = stays / (1 - self.transport_ratio)
+                stays = 1.0 / (height * width) - ratio * plan.weights
+                pixel_weights = stays / (1 - ratio)
             with torch.autocast(x.device.type, enabled=False):
                 side["reconstruction"] = plan.histogram @ self.prototypes
                 if self.combine == "gem":

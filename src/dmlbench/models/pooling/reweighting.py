@@ -4,16 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import (
-    Pooled,
-    Variant,
-    WeightedPooling,
-    at_least_float32,
-    check_odd,
-    check_width,
-    shares,
-    weighted_sum,
-)
+from dmlbench.models.pooling import base
+from dmlbench.models.pooling.base import Pooled, Variant, WeightedPooling
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
 
@@ -43,16 +35,16 @@ class Crow(WeightedPooling):
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         with torch.autocast(x.device.type, enabled=False):
-            y = F.relu(at_least_float32(x))
+            y = F.relu(base.at_least_float32(x))
             attention = _pixel_weights(y)
             presence = torch.sigmoid(y) if self.variant == "official" else (y > 0).to(y.dtype)
             presence = presence.mean(dim=(2, 3))  # q, [B, C]
             total = presence.sum(dim=1, keepdim=True) + y.shape[1] * self.epsilon
             channels = torch.log(total / (presence + self.epsilon))  # [B, C]
-            pooled = weighted_sum(y, attention) * channels
+            pooled = base.weighted_sum(y, attention) * channels
             if self.variant == "official":
                 pooled = pooled / (x.shape[2] * x.shape[3])
-        return Pooled(project(pooled), {"weights": shares(attention)})
+        return Pooled(project(pooled), {"weights": base.shares(attention)})
 
 
 def _pixel_weights(y: Tensor) -> Tensor:
@@ -82,23 +74,23 @@ class Tsmk(WeightedPooling):
 
     def __init__(self, embedding_size: int, *, pool_size: int = 3, variant: Variant = "official") -> None:
         super().__init__()
-        check_odd(pool_size=pool_size)
+        base.check_odd(pool_size=pool_size)
         self.pool_size = pool_size
         self.variant = variant
         self.bias = nn.Parameter(torch.zeros(embedding_size))
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         with torch.autocast(x.device.type, enabled=False):
-            x = at_least_float32(x)
+            x = base.at_least_float32(x)
             norm = torch.linalg.vector_norm(x, dim=1)  # [B, H, W]
             if self.variant == "official":
                 norm = norm.detach()
             weights = self._window_sum(norm / self._window_sum(torch.ones_like(norm)))
-            pooled = weighted_sum(x, weights) / (x.shape[2] * x.shape[3])
+            pooled = base.weighted_sum(x, weights) / (x.shape[2] * x.shape[3])
             projected = project(pooled)
-            check_width(projected, len(self.bias))
+            base.check_width(projected, len(self.bias))
             embedding = projected + norm.mean(dim=(1, 2))[:, None] * self.bias
-        return Pooled(embedding, {"weights": shares(weights)})
+        return Pooled(embedding, {"weights": base.shares(weights)})
 
     def _window_sum(self, values: Tensor) -> Tensor:
         """[B, H, W] to the sums over windows around each pixel, 0 outside of the map."""

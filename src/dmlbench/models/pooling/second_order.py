@@ -4,17 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import (
-    Pooled,
-    Variant,
-    WeightedPooling,
-    at_least_float32,
-    check_width,
-    convolve,
-    reduced_width,
-    shares,
-    start_glorot,
-)
+from dmlbench.models.pooling import base
+from dmlbench.models.pooling.base import Pooled, Variant, WeightedPooling
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, check_positive
@@ -80,11 +71,11 @@ class Gsop(WeightedPooling):
         self.pixel_reduce = nn.Conv2d(embedding_size, attention_dim, 1)
         self.pixel_norm = _BatchNorm(attention_dim)
         self.pixel_head = _CovarianceHead(height * width, height * width, nn.ReLU())
-        start_glorot(self)
+        base.start_glorot(self)
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         features = project(x)  # [B, D, H, W]
-        check_width(features, self.embedding_size)
+        base.check_width(features, self.embedding_size)
         if self.variant == "official" and tuple(features.shape[2:]) != self.map_size:
             raise ConfigError(
                 f"gsop: got a map of {tuple(features.shape[2:])}, expected {self.map_size}. Keep the size of the "
@@ -95,7 +86,7 @@ class Gsop(WeightedPooling):
             channels = self._channel_attention(positive)  # [B, D]
             pixels = self._pixel_attention(positive)  # [B, H, W]
             scaled = torch.maximum(features * channels[:, :, None, None], positive * pixels[:, None])
-        return Pooled(scaled.mean(dim=(2, 3)), {"weights": shares(pixels)})
+        return Pooled(scaled.mean(dim=(2, 3)), {"weights": base.shares(pixels)})
 
     def _channel_attention(self, positive: Tensor) -> Tensor:
         reduced = F.relu(self.channel_norm(self.channel_reduce(positive))).flatten(2)  # [B, A, n]
@@ -154,7 +145,7 @@ class Solar(WeightedPooling):
         variant: Variant = "official",
     ) -> None:
         super().__init__()
-        width = reduced_width(num_channels, channel_reduction)
+        width = base.reduced_width(num_channels, channel_reduction)
         self.query = nn.Conv2d(num_channels, width, 1)
         self.query_norm = _BatchNorm(width)
         self.key = nn.Conv2d(num_channels, width, 1)
@@ -162,7 +153,7 @@ class Solar(WeightedPooling):
         self.value = nn.Conv2d(num_channels, width, 1)
         self.out = nn.Conv2d(width, num_channels, 1)
         self.gem = Gem(power=power, learn_power=learn_power)
-        start_glorot(self)
+        base.start_glorot(self)
         if variant == "paper":
             for layer in (self.query, self.key, self.value):
                 nn.init.kaiming_normal_(layer.weight)
@@ -177,9 +168,9 @@ class Solar(WeightedPooling):
 
     def _attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The enhanced map [B, C, H, W] and the attention to each pixel [B, H, W]."""
-        check_width(x, self.query.in_channels)
+        base.check_width(x, self.query.in_channels)
         batch, _, height, width = x.shape
-        query, key, value = convolve(self.query, x), convolve(self.key, x), convolve(self.value, x)
+        query, key, value = base.convolve(self.query, x), base.convolve(self.key, x), base.convolve(self.value, x)
         wide = self.query_norm.weight.dtype
         with torch.autocast(x.device.type, enabled=False):
             query = F.relu(self.query_norm(query.to(wide))).flatten(2)  # [B, c, n]
@@ -187,5 +178,5 @@ class Solar(WeightedPooling):
             scores = torch.bmm(query.transpose(1, 2), key) * query.shape[1] ** -0.5
             attention = scores.softmax(dim=2)  # [B, n, n], rows sum to 1
             seen = torch.bmm(value.to(wide).flatten(2), attention.transpose(1, 2))  # [B, c, n]
-        enhanced = at_least_float32(x) + convolve(self.out, seen.view(batch, -1, height, width))
+        enhanced = base.at_least_float32(x) + base.convolve(self.out, seen.view(batch, -1, height, width))
         return enhanced, attention.mean(dim=1).view(batch, height, width)
