@@ -47,8 +47,6 @@ class OfficialEpisodes:
     Attributes:
         splits: by the split's own key: its test classes and ``episodes[k][episode][class] -> names``.
         merge_order: the two folders, first the one whose files kept their names.
-        source: file name.
-        sha256: of the file.
     """
 
     splits: Mapping[Any, tuple[frozenset[str], Mapping[int, Mapping[int, Mapping[str, Sequence[str]]]]]]

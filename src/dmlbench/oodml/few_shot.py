@@ -79,7 +79,6 @@ class FewShotPlan:
     """Settings for all runs.
 
     Attributes:
-        shots: support images of a class.
         steps: None is 1,000, from 5 shots on 1,500 (public code).
         beta: None is the run's initial boundary, 1.2 for losses without one (public code).
         lr_factor: learning rate over that of the run's head.
@@ -146,12 +145,9 @@ class Compared:
 def adapt(
     features: CachedFeatures, support: IntArray, labels: IntArray, adaptation: Adaptation, *, seed: int
 ) -> Projection:
-    """Train a copy of the projection on the support.
+    """Train a copy of the projection on the support: positions [S] in ``features`` with labels [S].
 
-    Args:
-        support: [S] positions in ``features``.
-        labels: [S].
-        seed: of batches and triplets; nothing else is random.
+    The seed is that of batches and triplets; nothing else is random.
     """
     names, classes = np.unique(labels, return_inverse=True)
     if len(names) < 2:
@@ -191,9 +187,6 @@ def few_shot_of_run(
     """Score a run's episodes by number of shots; keep each in ``few_shot.json`` as soon as it is done.
 
     Everything random depends on the run's seed, the number of shots and the episode.
-
-    Args:
-        run_dir: a complete run with its weights, a linear head, and a test set that is searched within itself.
     """
     result = read_result(run_dir)
     bound = _bound_to(run_dir, result)

@@ -23,7 +23,7 @@ class ClassFeatures:
     """Features of images, class by class.
 
     Attributes:
-        rows: [N, d] float64, sorted by class.
+        rows: [N, d], sorted by class.
         start: [C + 1] first row of each class.
         over: whether distances between halves compare class means (public code) or images (equation 1).
     """

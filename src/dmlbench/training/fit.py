@@ -165,11 +165,10 @@ def fit(
         validate: returns scores; without it the weights of the last step are the result.
         picture: returns an image [H, W, 3] of what ``validate`` has just computed, for the loggers.
         loggers: started here, closed by the caller.
-        follow: called after each validation's checkpoint but the last; False ends the training.
+        follow: called after each validation's checkpoint but the last; False ends the training by ``Pruned``.
 
     Raises:
         Diverged: a loss is not finite.
-        Pruned: ``follow`` returned False.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
     assert isinstance(model, nn.Module)
@@ -274,19 +273,14 @@ def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: to
 
 
 class _Monitor:
-    """Progress bar, ``history.csv`` and loggers of a training.
-
-    Attributes:
-        deferred: losses and gradient norms that the device still holds.
-        trained_images: since the loggers were last told.
-    """
+    """Progress bar, ``history.csv`` and loggers of a training."""
 
     def __init__(
         self, run_dir: Path, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
         optimizer: Optimizer, *, resume_step: int,
     ) -> None:  # fmt: skip
         self.deferred = DeferredMetrics()
-        self.trained_images = 0
+        self.trained_images = 0  # since the loggers were last told
         self._trained_s = 0.0
         self._settings, self._loggers, self._device = settings, loggers, device
         self._group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
