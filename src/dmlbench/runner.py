@@ -44,7 +44,6 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     weights of the complete run without it, if there is one. ``follow`` may end the training (see ``fit``).
 
     Raises:
-        Pruned: ``follow`` has ended the training.
         DmlbenchError: what a user can fix; also in ``error.txt`` of the run directory.
         Preempted: stopped by a signal; the same command resumes.
     """

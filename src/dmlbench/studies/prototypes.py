@@ -66,9 +66,7 @@ def cover(features: Tensor, count: int) -> tuple[Tensor, float]:
 def discrepancy(features: Tensor, prototypes: Tensor) -> dict[str, Tensor]:
     """Distance of each image's average feature from the combination of the prototypes assigned to its features.
 
-    Args:
-        features: [B, n, D].
-        prototypes: [m, D].
+    Of features [B, n, D] and prototypes [m, D].
 
     Returns:
         [B] by rule of assignment: "nearest" prototype, bounded by the covering radius (lemma 2.1), and largest inner
@@ -223,11 +221,7 @@ def _xml_figure(found: Mapping[str, Any], title: str) -> Figure:
 
 
 def zero_shot(histograms: Float, means: Float, splits: Splits, *, ridge: float) -> dict[str, dict[str, list[float]]]:
-    """Predict mean embeddings of half of the classes by a map fitted to the other half.
-
-    Args:
-        histograms: [C, m].
-        means: [C, D].
+    """Predict mean embeddings [C, D] of half of the classes from histograms [C, m] by a map fitted to the other half.
 
     Returns:
         by distance, for every split: "accuracy", the share of classes whose prediction is nearest to their own mean,
