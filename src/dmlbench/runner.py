@@ -244,13 +244,12 @@ def _result(
     groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
     queries = np.empty(0) if split.test is None else split.test.query
     is_test_half = np.array_equal(queries, np.flatnonzero(np.isin(table.role, ("test", "query"))))
+    has_others = is_test_half and table.published_queries != len(queries)
     if_any = {
         "data_notes": table.notes,
         "facts": dict(split.facts),
         "rerank": setup.rerank.description if test and setup.rerank is not None else None,
-        "n_query_published": table.published_queries
-        if is_test_half and table.published_queries != len(queries)
-        else None,
+        "n_query_published": has_others and table.published_queries,
         "kmeans": test and test.kmeans,
         "degenerate": test and test.degenerate,
     }
