@@ -370,7 +370,6 @@ def make_setup(
     """Build a ``Setup`` with initial weights, and set ``cfg.runtime``.
 
     Args:
-        cfg: a checked configuration.
         seed: of the initial weights, for a training: its images are opened, too; None leaves the random state.
         check_data: called before the model is built.
         check: called now and then while images are prepared; what it raises ends that.
@@ -413,14 +412,7 @@ def make_experiment(
     plan: Plan | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Experiment:
-    """Build an ``Experiment``; ``cfg`` does not change.
-
-    Args:
-        cfg: a checked configuration.
-        run_dir: where loggers write.
-        plan: replaces the training's length and schedule.
-        check: as in ``make_setup``.
-    """
+    """Build an ``Experiment`` of a checked configuration; a plan replaces the training's length and schedule."""
     cfg = copy.deepcopy(cfg)
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)

@@ -45,11 +45,7 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
 
 
 def settle(cfg: DictConfig) -> None:
-    """Complete a run's composed configuration: record the recipe, drop a table's rows, hash the file of splits.
-
-    Raises:
-        ConfigError: the recipe does not cover the options, or the experiment is no run.
-    """
+    """Complete a run's composed configuration: record the recipe, drop a table's rows, hash the file of splits."""
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
     if reproduce and "commands" in reproduce:

@@ -44,29 +44,20 @@ class Data:
 
 @dataclass(frozen=True)
 class Setup:
-    """Data, model and evaluation, shared by training and applications.
-
-    Attributes:
-        images: what batches for evaluation read: opened for ``transform``, or features of the cache.
-        open_images: opens the images themselves for the transform "train" or "eval".
-        rerank: distance that reranks the first neighbors of the test.
-        choices: the chosen option of each group.
-        eval_batch_size: another number moves embeddings by about 1e-6.
-        num_workers: processes that read ahead; None: the loader decides.
-    """
+    """Data, model and evaluation, shared by training and applications."""
 
     data: Data
-    images: Images | FeatureView
-    open_images: Callable[[str], Images]
+    images: Images | FeatureView  # what batches for evaluation read: opened for ``transform``, or features of the cache
+    open_images: Callable[[str], Images]  # the images themselves, for the transform "train" or "eval"
     transform: Transform
     model: MetricModel
-    rerank: BaseDistance | None
+    rerank: BaseDistance | None  # of the first neighbors of the test
     settings: FitSettings
     spec: EvaluationSpec
-    choices: dict[str, str]
+    choices: dict[str, str]  # the chosen option of each group
     device: torch.device
-    eval_batch_size: int
-    num_workers: int | None
+    eval_batch_size: int  # another number moves embeddings by about 1e-6
+    num_workers: int | None  # processes that read ahead; None: the loader decides
 
     def batches(self, rows: IntArray) -> EvalBatches:
         """Table rows as batches without augmentation."""
@@ -78,11 +69,7 @@ class Setup:
     def embed(
         self, part: RetrievalSet, rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-        """Queries and, where it is a set of its own, the gallery, by the current weights.
-
-        Args:
-            rows_of: from images to rows; None is the model's embedding.
-        """
+        """Queries and, where it is a set of its own, the gallery; ``rows_of`` images are the embeddings by default."""
         self.model.eval()
         memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
 
@@ -166,24 +153,19 @@ class Experiment:
     """A run's setup and training.
 
     Attributes:
-        plan: of stage 1, which this training follows, or None.
-        batches: endless training batches.
-        image_size: height and width of training images.
-        steps_per_epoch: optimizer steps of the sampler's epoch.
         provenance: of the configuration in ``result.json``: coordinates, seeds, hashes, recipe, values of all keys
             ``variant`` (which choose between a paper and its public code), SHA-256 of weights and user code.
-        configuration: the resolved configuration as YAML.
     """
 
     setup: Setup
     protocol: Protocol
-    plan: Plan | None
-    batches: TrainBatches
+    plan: Plan | None  # of stage 1, which this training follows
+    batches: TrainBatches  # endless
     objective: Objective
     optimizer: Optimizer
     schedule: Any
     loggers: list[Logger]
-    image_size: tuple[int, int]
-    steps_per_epoch: int
+    image_size: tuple[int, int]  # height and width of training images
+    steps_per_epoch: int  # optimizer steps of the sampler's epoch
     provenance: dict[str, Any]
-    configuration: str
+    configuration: str  # resolved, as YAML

@@ -29,12 +29,7 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def load_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, is too large or too deep, has a key twice, NaN or infinity.
-    """
+    """Read a JSON file; raises ValueError if it is too large or too deep, has a key twice, NaN or infinity."""
     text = _text(path)
     try:
         content = json.loads(text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
@@ -47,9 +42,7 @@ def load_json(path: Path) -> Any:
 def load_yaml(path: Path) -> Any:
     """Read a YAML file, with OmegaConf's types of plain values (1e-4 is a number, a date a text).
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, is too large or too deep, or has a key twice.
+    Raises ValueError if it is too large or too deep, or has a key twice.
     """
     text = _text(path)
     try:
@@ -61,11 +54,7 @@ def load_yaml(path: Path) -> Any:
 
 
 def validated(content: Any, schema: type[S]) -> S:
-    """``content`` as ``schema``.
-
-    Raises:
-        ValueError: the first value of another type or range, and the first unknown or missing key.
-    """
+    """``content`` as ``schema``; raises ValueError with the first value of another type or range, or wrong key."""
     try:
         return schema.model_validate_json(json.dumps(content))
     except ValidationError as error:

@@ -78,11 +78,7 @@ def directory_of(cfg: DictConfig) -> Path:
 
 
 def is_complete(cfg: DictConfig, run_dir: Path) -> bool:
-    """Whether ``run_dir`` holds the result of this run, on these data.
-
-    Raises:
-        RunError: it holds another result.
-    """
+    """Whether ``run_dir`` holds the result of this run, on these data; raises RunError if it holds another result."""
     if not (run_dir / store.RESULT).exists():
         return False
     result = store.read_result(run_dir)
@@ -122,9 +118,7 @@ def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
 def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
     """(stored, new) values of the settings that decide a run's numbers and differ, by key.
 
-    Args:
-        cfg: a configuration before its data are read.
-        stored: the resolved one of a run; what only the data say is taken from it.
+    What only the data say is taken from the ``stored`` configuration.
     """
     said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
     known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})

@@ -229,11 +229,7 @@ def _refusal(name: str, recipe: Recipe, chosen: Mapping[str, str | None]) -> str
 
 
 def settle_recipe(cfg: DictConfig) -> None:
-    """Store in ``runtime.recipe`` which of the recipe's values were overridden.
-
-    Raises:
-        ConfigError: the recipe does not cover the chosen options.
-    """
+    """Store which of the recipe's values were overridden; raises ConfigError if it does not cover the options."""
     facts: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     if "values" not in facts:
         return

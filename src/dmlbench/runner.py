@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench import runtime
 from dmlbench.build import make_experiment
 from dmlbench.checks import check
 from dmlbench.components import component
@@ -25,15 +26,6 @@ from dmlbench.experiment import Experiment
 from dmlbench.identity import directory_of, is_complete
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
-from dmlbench.runtime import (
-    atomic_write,
-    device_name,
-    git_commit,
-    package_versions,
-    peak_memory_bytes,
-    select_device,
-    set_strict_float32,
-)
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
@@ -51,12 +43,11 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     weights of the complete run without it, if there is one. ``follow`` may end the training (see ``fit``).
 
     Raises:
-        Pruned: ``follow`` has ended the training.
         DmlbenchError: what a user can fix; also in ``error.txt`` of the run directory.
         Preempted: stopped by a signal; the same command resumes.
     """
     check(cfg)
-    device = select_device(cfg.device)
+    device = runtime.select_device(cfg.device)
     run_dir = directory_of(cfg)
     store.make_directory(run_dir)
     if _is_complete(cfg, run_dir):
@@ -78,7 +69,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
             return run_dir
         (run_dir / store.ERROR).unlink(missing_ok=True)
         try:
-            set_strict_float32()
+            runtime.set_strict_float32()
             plan = _plan_for(cfg, run_dir)
             experiment = make_experiment(cfg, run_dir, device, plan=plan, check=stop.check)
             with contextlib.ExitStack() as opened:
@@ -140,7 +131,7 @@ def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
     result = store.read_result(trained)
     store.require_own_files(trained, result, (BEST,))
     for path in filter(Path.exists, (trained / HISTORY, trained / BEST)):
-        atomic_write(run_dir / path.name, path.read_bytes())
+        runtime.atomic_write(run_dir / path.name, path.read_bytes())
     model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
     log.info("%s takes the weights of %s, which differs in the ranking of its test alone", run_dir, trained)
     return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
@@ -154,7 +145,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
         log.info(found, plan.epochs, settings.max_steps, len(plan.changes))
     rates = (group["lr"] for group in experiment.optimizer.param_groups)
     first_rate = next((rate for rate in rates if rate > 0), 0.0)
-    atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
+    runtime.atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
     images, classes = len(data.split.train), int(data.class_index.max()) + 1
     log.info("%s on %s: %d training images of %d classes", run_dir, device, images, classes)
     for note in data.table.notes:
@@ -202,7 +193,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
         )  # fmt: skip
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
-        atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
+        runtime.atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
     if data.split.val is not None:
         is_test = test is not None and data.split.val_is_test and setup.rerank is None
         scores["val"] = test.scores if test is not None and is_test else setup.validate()
@@ -259,8 +250,8 @@ def _result(
         **tested_result(table, experiment.protocol, split, test),
         **experiment.provenance,
         "choices": setup.choices,
-        "git_commit": git_commit(),
-        "device": device_name(setup.device),
+        "git_commit": runtime.git_commit(),
+        "device": runtime.device_name(setup.device),
         "training": {
             "frozen_until": setup.model.backbone.frozen_until,
             "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
@@ -278,7 +269,7 @@ def _result(
         "pooling_started": setup.model.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),
-        "peak_memory_bytes": peak_memory_bytes(setup.device),
+        "peak_memory_bytes": runtime.peak_memory_bytes(setup.device),
     }
 
 
@@ -295,7 +286,7 @@ def tested_result(table: ImageTable, protocol: Any, split: Split, test: Evaluati
         **{key: getattr(test, key) if test else 0 for key in ("n_query", "n_gallery", "n_skipped_queries")},
         **({"kmeans": test.kmeans} if test and test.kmeans else {}),
         **({"degenerate": list(test.degenerate)} if test and test.degenerate else {}),
-        "versions": package_versions(),
+        "versions": runtime.package_versions(),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

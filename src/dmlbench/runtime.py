@@ -79,11 +79,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def select_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device where there is one, else the CPU.
-
-    Raises:
-        ConfigError: the device is unknown or not on this machine.
-    """
+    """``auto`` is the first CUDA device where there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -133,8 +129,7 @@ def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file to write, which gets the name ``path`` at the end of the block; an error in the block removes it.
 
-    Until then it has a hidden name in the same folder, and a lock that tells it from leftovers of killed processes,
-    which are removed first.
+    Until then it has a hidden name and a lock that tells it from leftovers of killed processes, which are removed.
     """
     path = Path(path)
     remove_leftovers(path.parent, path.name)
@@ -217,11 +212,7 @@ def _hashed_once(path: str, size: int, changed: int) -> str:
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically, with a checksum of its values.
-
-    Raises:
-        RunError: it holds NaN or infinity; an older file of that name is untouched.
-    """
+    """Write a JSON object atomically, with a checksum of its values."""
     try:
         written = json.loads(json.dumps(content, allow_nan=False))  # keys as text
     except ValueError as error:
@@ -233,12 +224,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what ``write_json`` wrote.
-
-    Raises:
-        FileNotFoundError
-        ValueError: it cannot be read, or has other values than were written.
-    """
+    """Read what ``write_json`` wrote; raises ValueError if it cannot be read or has other values."""
     content = load_json(Path(path))
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")

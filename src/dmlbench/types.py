@@ -58,21 +58,13 @@ class Pruned(RunError):
 
 @dataclass(frozen=True)
 class Originals:
-    """Properties of the published images of a data set, to recognize changed ones.
+    """Properties of the published images of a data set, to recognize changed ones."""
 
-    Attributes:
-        format: Pillow's name.
-        size: width and height of all of them; None where sizes differ.
-        boxes: [N, 4] left, top, right and bottom edge in pixels of the whole image, NaN where an image has none.
-        boxes_from: name of the list of boxes.
-        full_color: whether most of their JPEGs keep colors at full resolution (4:4:4); encoders rarely do unasked.
-    """
-
-    format: str = "JPEG"
-    size: tuple[int, int] | None = None
-    boxes: NDArray[np.float64] | None = None
-    boxes_from: str = ""
-    full_color: bool = False
+    format: str = "JPEG"  # Pillow's name
+    size: tuple[int, int] | None = None  # width and height of all of them; None where sizes differ
+    boxes: NDArray[np.float64] | None = None  # [N, 4] left, top, right, bottom in pixels of the whole image, or NaN
+    boxes_from: str = ""  # name of the list of boxes
+    full_color: bool = False  # whether most of their JPEGs are 4:4:4, which encoders rarely are unasked
 
 
 @dataclass(frozen=True)
@@ -157,19 +149,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of images on the device, with labels and ids on the host.
+    """A batch of images on the device, with labels and ids on the host."""
 
-    Attributes:
-        images: [B, 3, H, W] uint8 or float, RGB.
-        labels: [B] in [0, num_classes); the objective copies them to the device.
-        ids: [B] table rows.
-        second_views: [B, 3, H, W] the same images, transformed once more, for regularizers that need keys.
-    """
-
-    images: Tensor
-    labels: Tensor
-    ids: Tensor
-    second_views: Tensor | None = None
+    images: Tensor  # [B, 3, H, W] uint8 or float, RGB
+    labels: Tensor  # [B] in [0, num_classes); the objective copies them to the device
+    ids: Tensor  # [B] table rows
+    second_views: Tensor | None = None  # the same images, transformed once more, for regularizers that need keys
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> Non
 
 def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "git_commit", lambda: "of an earlier day")
+        patch.setattr(run_module.runtime, "git_commit", lambda: "of an earlier day")
         plain = run_module.run(config(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_result", lambda *arguments: 1 / 0)

@@ -42,15 +42,10 @@ class OfficialEpisodes:
     """The published episodes of a data set.
 
     Their file names come from two folders merged into one. Where both had a name, the file of the folder merged second
-    was renamed. Which folder that was is not published.
-
-    Attributes:
-        splits: by the split's own key: its test classes and ``episodes[k][episode][class] -> names``.
-        merge_order: the two folders, first the one whose files kept their names.
-        source: file name.
-        sha256: of the file.
+    was renamed. Which folder that was is not published. ``merge_order`` has first the one whose files kept their names.
     """
 
+    # by the split's own key: its test classes and ``episodes[k][episode][class] -> names``
     splits: Mapping[Any, tuple[frozenset[str], Mapping[int, Mapping[int, Mapping[str, Sequence[str]]]]]]
     merge_order: tuple[str, str]
     source: str

@@ -28,13 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Features:
-    """Features of every image of a table.
-
-    Attributes:
-        rows: [N, d] float64 means over the last map.
-        measured_by: network, weights and image size, in words.
-        sha256: of the rows.
-    """
+    """Features [N, d] of every image of a table, means over the last map, and what they are measured by, in words."""
 
     table: ImageTable
     rows: Float

@@ -27,7 +27,7 @@ from dmlbench.apps.loaded import config_with_weights, load_run
 from dmlbench.components import component, imported
 from dmlbench.config import load_config
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
-from dmlbench.evaluation.embeddings.sets import check_finite
+from dmlbench.evaluation.embeddings.embed import check_finite
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.table import of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -82,7 +82,6 @@ class FewShotPlan:
     """Settings for all runs.
 
     Attributes:
-        shots: support images of a class.
         steps: None is 1,000, from 5 shots on 1,500 (public code).
         beta: None is the run's initial boundary, 1.2 for losses without one (public code).
         lr_factor: learning rate over that of the run's head.
@@ -218,12 +217,9 @@ def cache_features(setup: Setup, rows: IntArray, *, memory_bytes: int, describe:
 def adapt(
     features: CachedFeatures, support: IntArray, labels: IntArray, adaptation: Adaptation, *, seed: int
 ) -> Projection:
-    """Train a copy of the projection on the support.
+    """Train a copy of the projection on the support: positions [S] in ``features`` with labels [S].
 
-    Args:
-        support: [S] positions in ``features``.
-        labels: [S].
-        seed: of batches and triplets; nothing else is random.
+    The seed is that of batches and triplets; nothing else is random.
     """
     names, classes = np.unique(labels, return_inverse=True)
     if len(names) < 2:
@@ -263,9 +259,6 @@ def few_shot_of_run(
     """Score a run's episodes by number of shots; keep each in ``few_shot.json`` as soon as it is done.
 
     Everything random depends on the run's seed, the number of shots and the episode.
-
-    Args:
-        run_dir: a complete run with its weights, a linear head, and a test set that is searched within itself.
     """
     result = read_result(run_dir)
     bound = _bound_to(run_dir, result)

@@ -20,17 +20,11 @@ Rule = Literal["nearest", "exchange_first"]
 
 @dataclass(frozen=True)
 class ClassFeatures:
-    """Features of images, class by class.
+    """Features of images, class by class."""
 
-    Attributes:
-        rows: [N, d] float64, sorted by class.
-        start: [C + 1] first row of each class.
-        over: whether distances between halves compare class means (public code) or images (equation 1).
-    """
-
-    rows: Float
-    start: IntArray
-    over: Over = "class_means"
+    rows: Float  # [N, d], sorted by class
+    start: IntArray  # [C + 1] first row of each class
+    over: Over = "class_means"  # whether distances compare class means (public code) or images (equation 1)
 
     @staticmethod
     def of(features: Float, labels: IntArray, *, over: Over = "class_means") -> "ClassFeatures":
@@ -51,20 +45,13 @@ class ClassFeatures:
 
 @dataclass(frozen=True)
 class Step:
-    """A train-test split.
-
-    Attributes:
-        kind: "default" (the first), "exchanged", "reversed" (exchanged for a smaller distance) or "removed".
-        count: classes exchanged so far, or removed from each half.
-        train, test: classes, ascending.
-        distance: squared Fréchet distance.
-    """
+    """A train-test split: "default" (the first), "exchanged", "reversed" (for a smaller distance) or "removed"."""
 
     kind: str
-    count: int
-    train: tuple[int, ...]
+    count: int  # classes exchanged so far, or removed from each half
+    train: tuple[int, ...]  # classes, ascending
     test: tuple[int, ...]
-    distance: float
+    distance: float  # squared Fréchet distance
 
 
 class _Half:

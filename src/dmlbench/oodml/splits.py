@@ -144,11 +144,7 @@ def _in_file(step: Step, table: ImageTable, *, name: str) -> dict[str, Any]:
 
 
 def draw_progression(ways: Mapping[str, Mapping[str, Any]], path: Path, *, dataset: str) -> None:
-    """Draw distances over exchanged and removed classes; several ways are scaled to [0, 1] (figure S1).
-
-    Args:
-        ways: documents of ``dmlbench oodml splits`` by label.
-    """
+    """Draw distances over exchanged and removed classes of ways by label; several are scaled to [0, 1] (figure S1)."""
     normalized = len(ways) > 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, constrained_layout=True)
     for name, file in ways.items():

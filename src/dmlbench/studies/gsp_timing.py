@@ -39,9 +39,7 @@ def in_turns(
     """Milliseconds of each action in each round, after one round of warm-up.
 
     Every round runs each action once in a random order, since an action pays for caches that the one before it filled.
-
-    Args:
-        of_processor: on a CPU, take the process's own time, which leaves out other processes of a busy machine.
+    With ``of_processor``, a CPU's time is the process's own, which leaves out other processes of a busy machine.
     """
     on_gpu = torch.device(device).type != "cpu"
     clock = time.process_time if of_processor and not on_gpu else time.perf_counter

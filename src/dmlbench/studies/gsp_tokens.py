@@ -41,12 +41,9 @@ _TITLES = {"gap": "GAP", "gsp": "GSP"}
 def bags(
     per_class: int, rng: np.random.Generator, *, mixing_mean: float = 0.5, mixing_std: float = 0.1
 ) -> tuple[Tensor, Tensor]:
-    """Draw ``per_class`` samples of every class.
+    """Draw token numbers [16 per_class, 50] and labels [16 per_class] of samples of every class.
 
     The share of class tokens of a sample is drawn from N(mixing_mean, mixing_std^2) and clipped to [0, 1].
-
-    Returns:
-        token numbers [16 per_class, 50] and labels [16 per_class].
     """
     labels = np.repeat(np.arange(NUM_CLASSES), per_class)
     shares = np.clip(rng.normal(mixing_mean, mixing_std, len(labels)), 0, 1)

@@ -26,19 +26,9 @@ from dmlbench.experiment import Setup
 from dmlbench.losses.cross_batch import ridge_predict
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.gsp import greedy_k_center
+from dmlbench.studies import trained
 from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, spread
-from dmlbench.studies.trained import (
-    Described,
-    describe,
-    draw_by_class,
-    entropy,
-    halves,
-    prototypes_by_class,
-    sample_test_rows,
-    tied_to_classes,
-    trained_by,
-    trained_setup,
-)
+from dmlbench.studies.trained import Described
 from dmlbench.types import IntArray
 
 Splits = list[tuple[IntArray, IntArray]]
@@ -56,10 +46,10 @@ _DISTANCES = {"l2": "Euclidean", "cosine": "cosine"}
 def _trained(cfg: DictConfig, parts: Parts, pooling: str, regularizer: str) -> tuple[Described, Splits, dict[str, Any]]:
     """Train a model with prototypes: its outputs for test images, halves of the classes, and what is drawn."""
     overrides = [f"pooling={pooling}", f"pooling.num_prototypes={cfg.prototypes}", regularizer]
-    setup = trained_setup(cfg, overrides, parts)
-    described = describe(setup, sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed))
-    splits = halves(described.num_classes, cfg.splits, seed=cfg.seed)
-    shown = prototypes_by_class(setup, described, images=2)
+    setup = trained.trained_setup(cfg, overrides, parts)
+    described = trained.describe(setup, trained.sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed))
+    splits = trained.halves(described.num_classes, cfg.splits, seed=cfg.seed)
+    shown = trained.prototypes_by_class(setup, described, images=2)
     return described, splits, {**shown, "images": len(described.labels)}
 
 
@@ -76,9 +66,7 @@ def cover(features: Tensor, count: int) -> tuple[Tensor, float]:
 def discrepancy(features: Tensor, prototypes: Tensor) -> dict[str, Tensor]:
     """Distance of each image's average feature from the combination of the prototypes assigned to its features.
 
-    Args:
-        features: [B, n, D].
-        prototypes: [m, D].
+    Of features [B, n, D] and prototypes [m, D].
 
     Returns:
         [B] by rule of assignment: "nearest" prototype, bounded by the covering radius (lemma 2.1), and largest inner
@@ -136,15 +124,15 @@ def xml(cfg: DictConfig, parts: Parts) -> Findings:
 
     def compute(name: str) -> Any:
         if name == "cover":
-            setup = trained_setup(cfg, ["pooling=gap", "head.out_features=2"], parts)
-            return _covered(setup, sample_test_rows(setup, count=cfg.images, seed=cfg.seed), cfg)
+            setup = trained.trained_setup(cfg, ["pooling=gap", "head.out_features=2"], parts)
+            return _covered(setup, trained.sample_test_rows(setup, count=cfg.images, seed=cfg.seed), cfg)
         described, splits, shown = _trained(cfg, parts, "gap_histogram", _XML[name])
         return {**cross_class(described, splits, ridge=cfg.ridge, metric=cfg.metric), **shown}
 
     found = parts.get(["cover", *_XML], compute, describe="trainings")
     covered, (without, with_) = found["cover"], (found[way] for way in _XML)
-    bits = {way: entropy(np.array(found[way]["histogram"])) for way in _XML}
-    tied = {way: tied_to_classes(np.array(found[way]["histogram"])) for way in _XML}
+    bits = {way: trained.entropy(np.array(found[way]["histogram"])) for way in _XML}
+    tied = {way: trained.tied_to_classes(np.array(found[way]["histogram"])) for way in _XML}
     heads = ("prototypes", "MAPc, %", "MAPx, %", "of the same halves, fitted to themselves, %", "embeddings, %",
              "entropy of a class, bits")  # fmt: skip
     rows = tuple(
@@ -172,7 +160,7 @@ def xml(cfg: DictConfig, parts: Parts) -> Findings:
               tied["without XML"] > tied["with XML"]),
     )  # fmt: skip
     notes = (
-        f"trained by: {trained_by(cfg)}",
+        f"trained by: {trained.trained_by(cfg)}",
         "without XML the prototypes learn |V Z - Y|^2 instead (section 2.2)",
         f"figure 3: {cfg.centers} prototypes by greedy k-center among the pixels of {cfg.images} test images a class, "
         "embeddings of two dimensions",
@@ -224,7 +212,7 @@ def _xml_figure(found: Mapping[str, Any], title: str) -> Figure:
     for part, way in zip(others, _XML, strict=True):
         one = found[way]
         shown = f"{way}: MAPc {100 * one['fitted']:.1f}, MAPx {100 * np.mean(one['crossed']):.1f}"
-        draw_by_class(part, one, shown)
+        trained.draw_by_class(part, one, shown)
     figure.suptitle(title, fontsize=10)
     return figure
 
@@ -233,11 +221,7 @@ def _xml_figure(found: Mapping[str, Any], title: str) -> Figure:
 
 
 def zero_shot(histograms: Float, means: Float, splits: Splits, *, ridge: float) -> dict[str, dict[str, list[float]]]:
-    """Predict mean embeddings of half of the classes by a map fitted to the other half.
-
-    Args:
-        histograms: [C, m].
-        means: [C, D].
+    """Predict mean embeddings [C, D] of half of the classes from histograms [C, m] by a map fitted to the other half.
 
     Returns:
         by distance, for every split: "accuracy", the share of classes whose prediction is nearest to their own mean,
@@ -267,8 +251,8 @@ def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
 
     found = parts.get(list(_ZSR), compute, describe="trainings")
     without, with_ = (found[way] for way in _ZSR)
-    bits = {way: entropy(np.array(one["histogram"])) for way, one in found.items()}
-    tied = tied_to_classes(np.array(with_["histogram"]))
+    bits = {way: trained.entropy(np.array(one["histogram"])) for way, one in found.items()}
+    tied = trained.tied_to_classes(np.array(with_["histogram"]))
     shares = tied > _TOLD and abs(bits["with ZSR"] - bits["without ZSR"]) > _TOLD  # all alike, they tell nothing
     rows = tuple(
         (way, *(spread(one[key][score]) for key in _DISTANCES for score in ("map", "accuracy")),
@@ -288,7 +272,7 @@ def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
               bits["with ZSR"] > bits["without ZSR"] if shares else None),
     )  # fmt: skip
     notes = (
-        f"trained by: {trained_by(cfg)}",
+        f"trained by: {trained.trained_by(cfg)}",
         f"{cfg.prototypes} prototypes, {without['images']:,} test images, {cfg.splits} random halves of the classes, "
         f"ridge {cfg.ridge:g}; mean ± population deviation over the halves",
         f"by chance: MAP {chance:.1f} %, nearest {100 / half:.1f} % of {half} classes",
@@ -300,6 +284,6 @@ def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
     subfigures: Any = figure.subfigures(1, 2)
     for part, (way, one) in zip(subfigures, found.items(), strict=True):
         scores = ", ".join(f"{_DISTANCES[key]} {100 * np.mean(one[key]['map']):.1f}" for key in _DISTANCES)
-        draw_by_class(part, one, f"{way}: MAP {scores}")
+        trained.draw_by_class(part, one, f"{way}: MAP {scores}")
     figure.suptitle(title, fontsize=10)
     return Findings(title, heads, rows, claims, notes, figure)

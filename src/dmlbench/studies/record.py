@@ -14,19 +14,9 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from dmlbench import runtime
 from dmlbench.apps.pictures import save_figure
 from dmlbench.results.table import markdown_lines
-from dmlbench.runtime import (
-    atomic_write,
-    device_name,
-    git_commit,
-    package_versions,
-    read_json,
-    remove_leftovers,
-    select_device,
-    set_strict_float32,
-    write_json,
-)
 from dmlbench.types import ConfigError, IntArray, RunError, check_file_name, check_positive
 
 Float = NDArray[np.float64]
@@ -70,7 +60,7 @@ class Parts:
         if not path.exists():
             return
         try:
-            held = read_json(path)
+            held = runtime.read_json(path)
             then, now = (
                 {key: one[key] for key in ("schema", "study")} | one["settings"] for one in (held, self._content)
             )
@@ -102,12 +92,12 @@ class Parts:
                 found[name] = {
                     "value": compute(name),
                     "wall_s": round(time.monotonic() - started, 3),
-                    "device": device_name(self.device),
+                    "device": runtime.device_name(self.device),
                     "threads": torch.get_num_threads(),
-                    "versions": package_versions(),
-                    "commit": git_commit(),
+                    "versions": runtime.package_versions(),
+                    "commit": runtime.git_commit(),
                 }
-                write_json(self.path, {**self._content, "complete": False})
+                runtime.write_json(self.path, {**self._content, "complete": False})
         return {name: found[name]["value"] for name in names}
 
     def finish(self, findings: Findings) -> None:
@@ -115,7 +105,7 @@ class Parts:
         summary = {key: getattr(findings, key) for key in ("title", "heads", "rows", "notes")}
         summary["claims"] = [asdict(claim) for claim in findings.claims]
         summary["wall_s"] = round(sum(part["wall_s"] for part in self._content["parts"].values()), 3)
-        write_json(self.path, {**self._content, **summary, "complete": True})
+        runtime.write_json(self.path, {**self._content, **summary, "complete": True})
 
 
 def conduct_study(
@@ -123,19 +113,19 @@ def conduct_study(
 ) -> tuple[Findings, list[Path]]:
     """Compute a study's missing parts, and write record, table and figure under ``<output_dir>/studies``."""
     check_file_name(cfg.name)
-    set_strict_float32()
+    runtime.set_strict_float32()
     base = Path(cfg.paths.output_dir) / "studies" / cfg.name
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     kept = {key: value for key, value in settings.items() if key not in _NO_SETTING}
     for key in ("root", "cache_dir"):  # the same data may lie elsewhere tomorrow; their fingerprint is bound
         kept.get("dataset", {}).get("table", {}).pop(key, None)
-    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=select_device(cfg.device))
+    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=runtime.select_device(cfg.device))
     findings = conduct(cfg, parts)
     parts.finish(findings)
-    remove_leftovers(base.parent)
+    runtime.remove_leftovers(base.parent)
     written = [base.with_name(f"{base.name}{suffix}") for suffix in (".json", ".md", ".csv", ".png")]
-    atomic_write(written[1], to_markdown(findings).encode())
-    atomic_write(written[2], pd.DataFrame(findings.rows, columns=findings.heads).to_csv(index=False).encode())
+    runtime.atomic_write(written[1], to_markdown(findings).encode())
+    runtime.atomic_write(written[2], pd.DataFrame(findings.rows, columns=findings.heads).to_csv(index=False).encode())
     save_figure(findings.figure, written[3])
     return findings, written
 

@@ -28,9 +28,7 @@ _COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]  # of a lis
 def run_of(cfg: DictConfig, overrides: Sequence[str]) -> Path:
     """Train one of a study's models where it is missing, and return its run directory.
 
-    Args:
-        cfg: of the study, whose ``train`` and ``training`` are overrides of all its models.
-        overrides: of this model, which win.
+    Its overrides win over ``train`` and ``training`` of the study.
     """
     own = [str(override) for override in cfg.training or ()]
     if wrong := [override for override in own if "=" not in override]:

@@ -22,13 +22,10 @@ class DeferredMetrics:
     """Values of steps that the host has not read yet.
 
     A value that is not finite ends the training when it is read, some steps late, so read before anything is saved.
-
-    Attributes:
-        last: means over the batches of the step that was read last.
     """
 
     def __init__(self) -> None:
-        self.last: dict[str, float] = {}
+        self.last: dict[str, float] = {}  # means over the batches of the step that was read last
         self._waiting: list[tuple[int, Sequence[BatchValues], Tensor]] = []
 
     def add(self, step: int, batches: Sequence[BatchValues], norm: Tensor) -> None:
@@ -36,11 +33,7 @@ class DeferredMetrics:
         self._waiting.append((step, batches, norm))
 
     def read(self) -> None:
-        """Bring ``last`` up to date, by one copy from the device.
-
-        Raises:
-            Diverged: a part of an objective or a gradient norm is not finite.
-        """
+        """Bring ``last`` up to date, by one copy from the device; raises Diverged for a value that is not finite."""
         if not self._waiting:
             return
         tensors = [

@@ -54,49 +54,33 @@ class Batches(Protocol):
 class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
 
-    Attributes:
-        max_steps: 0 leaves the model untrained.
-        validate_every: the last step is always followed by a validation, too.
-        patience: validations without improvement after which training stops; None never stops early.
-        min_improvement: by how much a score must exceed the best one to count as better.
-        collapse_ratio: in (0, 1); training stops at a score of at most this share of the best one; None never does.
-        monitor: validation score that is maximized.
-        warmup_frozen: groups that rest in the first ``warmup_steps``, see ``training.optim``.
-        reset_after_warmup: whether the optimizer forgets its moments after ``warmup_steps``.
-        warmup_schedule: of the learning rate, during the warm-up.
-        warmup_batch_norm: running statistics of frozen parts in the warm-up.
-        accumulate, forward_batch: see ``training.large_batch``.
-        clip_norm, clip_value, clip_form: see ``training.optim.clip_gradients``.
-        precision: bf16 is autocast of the network; losses and distances stay float32.
-        compile: training passes use ``torch.compile``. Weights move by rounding; evaluation is not compiled.
-        checkpoint_every: steps between checkpoints, on top of those at validations.
-        log_every: steps between logged training losses. A GPU is waited for as often, so a loss that is not finite
-            stops the training at most so many steps later.
-        keep: checkpoints of the complete run.
+    ``training.optim`` has the form of the warm-up and of clipping, ``training.large_batch`` that of ``accumulate`` and
+    ``forward_batch``. A GPU is waited for every ``log_every`` steps, so a loss that is not finite stops the training at
+    most so many steps later.
     """
 
-    max_steps: int
-    validate_every: int
-    patience: int | None = None
-    min_improvement: float = 0.0
-    collapse_ratio: float | None = None
-    monitor: str = "map_at_r"
+    max_steps: int  # 0 leaves the model untrained
+    validate_every: int  # the last step is always followed by a validation, too
+    patience: int | None = None  # validations without improvement after which training stops; None never stops early
+    min_improvement: float = 0.0  # by how much a score must exceed the best one to count as better
+    collapse_ratio: float | None = None  # in (0, 1); training stops at a score of at most this share of the best one
+    monitor: str = "map_at_r"  # validation score that is maximized
     warmup_steps: int = 0
-    warmup_frozen: Sequence[str] = ("backbone", "pooling")
-    reset_after_warmup: bool = False
-    warmup_schedule: Literal["runs", "rests"] = "runs"
-    warmup_batch_norm: Literal["frozen", "updated"] = "frozen"
+    warmup_frozen: Sequence[str] = ("backbone", "pooling")  # groups that rest in the warm-up
+    reset_after_warmup: bool = False  # whether the optimizer forgets its moments
+    warmup_schedule: Literal["runs", "rests"] = "runs"  # of the learning rate, during the warm-up
+    warmup_batch_norm: Literal["frozen", "updated"] = "frozen"  # running statistics of frozen parts in the warm-up
     accumulate: int = 1
     forward_batch: int | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
     clip_form: ClipForm = "plain"
-    precision: Precision = "float32"
+    precision: Precision = "float32"  # bf16 is autocast of the network; losses and distances stay float32
     channels_last: bool = False
-    compile: bool = False
-    checkpoint_every: int | None = None
-    log_every: int = 10
-    keep: Literal["best", "last", "both", "none"] = "best"
+    compile: bool = False  # training passes use ``torch.compile``: weights move by rounding; evaluation is not compiled
+    checkpoint_every: int | None = None  # steps between checkpoints, on top of those at validations
+    log_every: int = 10  # steps between logged training losses
+    keep: Literal["best", "last", "both", "none"] = "best"  # checkpoints of the complete run
 
     def __post_init__(self) -> None:
         counts = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
@@ -165,11 +149,10 @@ def fit(
         validate: returns scores; without it the weights of the last step are the result.
         picture: returns an image [H, W, 3] of what ``validate`` has just computed, for the loggers.
         loggers: started here, closed by the caller.
-        follow: called after each validation's checkpoint but the last; False ends the training.
+        follow: called after each validation's checkpoint but the last; False ends the training by ``Pruned``.
 
     Raises:
         Diverged: a loss is not finite.
-        Pruned: ``follow`` returned False.
         Preempted: SIGTERM or Ctrl-C came; ``last.ckpt`` holds the step that was just finished.
     """
     assert isinstance(model, nn.Module)
@@ -274,19 +257,14 @@ def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: to
 
 
 class _Monitor:
-    """Progress bar, ``history.csv`` and loggers of a training.
-
-    Attributes:
-        deferred: losses and gradient norms that the device still holds.
-        trained_images: since the loggers were last told.
-    """
+    """Progress bar, ``history.csv`` and loggers of a training."""
 
     def __init__(
         self, run_dir: Path, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
         optimizer: Optimizer, *, resume_step: int,
     ) -> None:  # fmt: skip
         self.deferred = DeferredMetrics()
-        self.trained_images = 0
+        self.trained_images = 0  # since the loggers were last told
         self._trained_s = 0.0
         self._settings, self._loggers, self._device = settings, loggers, device
         self._group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])

@@ -138,11 +138,7 @@ class WandbLogger:
     """Curves, pictures and scores to Weights & Biases; the run's group is its config.
 
     Every start of an interrupted run has the same id, and the axis of the curves is ``step``: what is logged again
-    falls on the same points. Offline, ``wandb sync`` joins the folders ``wandb/offline-run-<time>-<id>`` of all starts
-    by the id.
-
-    Args:
-        mode: "offline" needs no account or network, "online" sends.
+    falls on the same points. Offline, ``wandb sync`` joins the folders ``wandb/offline-run-<time>-<id>`` of all starts.
     """
 
     def __init__(

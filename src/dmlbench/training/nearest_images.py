@@ -46,11 +46,7 @@ def nearest_images(
 def draw_nearest(
     query: IntArray, nearest: IntArray, is_right: NDArray[np.bool_], images: Callable[[IntArray], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Draw a line per query: blue frame; images of its class have a solid green frame, others a dashed red one.
-
-    Args:
-        images: from table rows [B] to images [B, H, W, 3].
-    """
+    """Draw a line per query: blue frame; images of its class have a solid green frame, others a dashed red one."""
     rows = np.column_stack([query, nearest])
     tiles = [_tile(image) for image in images(rows.reshape(-1))]
     height, width = tiles[0].shape[0] + _GAP, tiles[0].shape[1] + _GAP

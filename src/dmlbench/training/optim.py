@@ -24,22 +24,15 @@ NamedGroups = Mapping[str, Iterable[tuple[str, Parameter]]]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Optimizer, learning rates and weight decay.
-
-    Attributes:
-        weight_decay: as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled).
-        decay_batch_norm: whether weights and biases of normalization layers (batch, layer, group norm) decay.
-        decay_biases: whether all other vectors and scalars decay: biases, margins, GeM's power, class tokens.
-        lr_multipliers: factor on ``lr`` per group.
-    """
+    """Optimizer, learning rates and weight decay."""
 
     optimizer: Callable[..., Optimizer]
     lr: float
-    weight_decay: float = 0.0
-    decay_batch_norm: bool = False
-    decay_biases: bool = False
+    weight_decay: float = 0.0  # as the optimizer means it (Adam, SGD, RMSprop: L2 in the gradient; AdamW: decoupled)
+    decay_batch_norm: bool = False  # weights and biases of normalization layers (batch, layer, group norm)
+    decay_biases: bool = False  # all other vectors and scalars: biases, margins, GeM's power, class tokens
     without_decay: Sequence[str] = ()
-    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # by group
 
     def __post_init__(self) -> None:
         if not 0 < self.lr <= torch.finfo(torch.float32).max:
@@ -72,10 +65,8 @@ _NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn
 def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules: Iterable[nn.Module]) -> Optimizer:
     """An optimizer in which every trainable parameter falls in exactly one named group.
 
-    A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay".
-
-    Args:
-        modules: own all parameters; their normalization layers are found among their submodules.
+    A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay". The ``modules``
+    own all parameters and normalization layers.
     """
     for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):
         for name in names:

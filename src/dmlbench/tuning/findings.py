@@ -88,8 +88,7 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
 def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choices) -> tuple[str, list[str]]:
     """Make a recipe of the best trial: the searched values, and every other setting that is not a default.
 
-    Returns:
-        The content of the file, and the overrides to use beside ``recipe=<name>``.
+    Returns the content of the file, and the overrides to use beside ``recipe=<name>``.
     """
     overrides = search.of_run(best.values, 0)
     winner = compose(overrides)

@@ -56,27 +56,18 @@ class Pruner(Schema):
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of a search.
-
-    Attributes:
-        folder: of the storage.
-        overrides: of every run, above ``protocol=hpo``.
-        runs: overrides of each run of a trial; the trial's score is the mean over them.
-        trials: number, including pruned and failed ones.
-        startup_trials: drawn at random before TPE begins.
-        pruner: of the median rule; None prunes nothing.
-    """
+    """Settings of a search."""
 
     name: str
-    folder: Path
+    folder: Path  # of the storage
     output_dir: Path
     space: tuple[Dimension, ...]
-    overrides: tuple[str, ...]
-    runs: tuple[tuple[str, ...], ...]
-    trials: int
+    overrides: tuple[str, ...]  # of every run, above ``protocol=hpo``
+    runs: tuple[tuple[str, ...], ...]  # overrides of each run of a trial, whose score is the mean over them
+    trials: int  # including pruned and failed ones
     seed: int
-    startup_trials: int
-    pruner: Mapping[str, int] | None
+    startup_trials: int  # drawn at random before TPE begins
+    pruner: Mapping[str, int] | None  # of the median rule; None prunes nothing
 
     def __post_init__(self) -> None:
         check_at_least(1, trials=self.trials, startup_trials=self.startup_trials, runs=len(self.runs))
@@ -102,23 +93,15 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Attributes:
-        number: from 0.
-        state: "complete", "pruned", "failed" or "running".
-        score: mean validation score of its runs; of a pruned trial the best so far.
-        runs: run directories, relative to the output folder.
-        note: why it failed.
-    """
-
-    number: int
-    state: str
+    number: int  # from 0
+    state: str  # "complete", "pruned", "failed" or "running"
     values: Mapping[str, Value]
-    score: float | None
+    score: float | None  # mean validation score of its runs; of a pruned trial the best so far
     steps: int
-    runs: tuple[str, ...]
-    note: str
+    runs: tuple[str, ...]  # run directories, relative to the output folder
+    note: str  # why it failed
 
 
 def conduct(search: Search, compose: Compose) -> list[Outcome]:

@@ -27,18 +27,13 @@ _FIXED = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "dataset", "protocol"
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key of the space, with inclusive bounds or with choices.
+    """A key of the space, with inclusive bounds or with choices."""
 
-    Attributes:
-        key: of a run's configuration, or a group such as ``pooling``.
-        step: of a grid from ``low`` on.
-    """
-
-    key: str
+    key: str  # of a run's configuration, or a group such as ``pooling``
     low: float | None = None
     high: float | None = None
     log: bool = False
-    step: float | None = None
+    step: float | None = None  # of a grid from ``low`` on
     integer: bool = False
     choices: tuple[Value, ...] = ()
 
