@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from dmlbench.components import imported, parameters_of
-from dmlbench.config import config_folder, schema_of
+from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.external import load_yaml
 from dmlbench.types import ConfigError
 
@@ -234,11 +234,6 @@ def settle_targets(
 
 def _names_a_target(key: str) -> bool:
     return key.endswith("._target_") and key.partition(".")[0] in GROUPS
-
-
-def key_of(override: str) -> str:
-    """The key of an override, without the marks that add or remove it."""
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:

@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps import table_rows
 from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of
-from dmlbench.cli.arguments import CommandLine, in_train, key_of
+from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.errors import groups
-from dmlbench.config import config_folders, schema_of
+from dmlbench.config import config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 

@@ -21,10 +21,10 @@ from dmlbench.apps import table_comparison
 from dmlbench.apps.plan import Plan, PlannedConfig, Run, compose_configs, make_plan, missing_inputs
 from dmlbench.apps.table_rows import hours_per_run
 from dmlbench.cli import train
-from dmlbench.cli.arguments import in_train, key_of
+from dmlbench.cli.arguments import in_train
 from dmlbench.cli.command import Job, launch, quiet, raise_failures
 from dmlbench.cli.reproduce import Table
-from dmlbench.config import config_folder, schema_of
+from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results.table import Table as PrintedTable

@@ -19,10 +19,10 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.evaluation.search import nearest as search
 from dmlbench.results.cautions import by_row, cautions_of_rows
-from dmlbench.results.config_table import KINDS
+from dmlbench.results.config_table import KINDS, check_metrics, size_of
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import generator
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, Neighbors
+from dmlbench.types import EmbeddingSet, ImageTable, IntArray, Neighbors
 
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
@@ -105,8 +105,7 @@ def draw_report(
     enough.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
-    if absent := [metric for metric in metrics if metric not in known]:
-        raise ConfigError(f"metric '{absent[0]}' is not in these results; known: {', '.join(sorted(known))}")
+    check_metrics(metrics, known)
     shown = that_can_be_shown(configs)
     kinds = [kind for kind in KINDS if any(kind in config.summary["scores"] for config in configs)]
     bars_height = 3.0 + 0.2 * len(configs)
@@ -155,8 +154,7 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
     axis.set_xticks([])
     ends = [v + d for v, d in zip(values, deviations, strict=True)]
     axis.set_ylim(1.15 * min(0, *values), 1.15 * max(0, *ends) or 1)
-    sizes = sorted({c.summary["dimension"][kind] for c in configs if kind in c.summary.get("dimension", {})})
-    axis.set_title(f"{asked.label}\n{kind}" + (f" ({'/'.join(map(str, sizes))}-D)" if sizes else ""), fontsize=9)
+    axis.set_title(f"{asked.label}\n{kind}{size_of(kind, [config.summary for config in configs])}", fontsize=9)
     axis.set_ylabel("percent" if asked.metric.percent else "distance", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
