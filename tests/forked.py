@@ -25,7 +25,6 @@ _IMPORTED_BEFORE = [
         "dmlbench.runner",
         "dmlbench.apps.embeddings",
         "dmlbench.apps.tables",
-        "dmlbench.apps.report.picture",
         "dmlbench.apps.report.page",
         "torch._dynamo",
     ),
@@ -89,11 +88,7 @@ class Process:
 
 
 def _execute(
-    arguments: tuple[str, ...],
-    folder: Path,
-    environment: dict[str, str],
-    files: list[Path],
-    largest_file: int | None,
+    arguments: tuple[str, ...], folder: Path, environment: dict[str, str], files: list[Path], largest_file: int | None
 ) -> None:
     for file, stream in zip(files, (sys.stdout, sys.stderr), strict=True):
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -9,7 +9,7 @@ import torch
 from written_runs import write_run
 
 from dmlbench.apps.loaded import load_run
-from dmlbench.apps.report.picture import draw_report
+from dmlbench.apps.report.page import draw_report
 from dmlbench.apps.tables import ConfigSummary, compare_configs
 from dmlbench.cli import commands
 from dmlbench.config import compose

@@ -188,8 +188,7 @@ def table(cfg: DictConfig) -> None:
 
 
 def report(cfg: DictConfig) -> None:
-    from dmlbench.apps.report.page import write_page
-    from dmlbench.apps.report.picture import draw_report
+    from dmlbench.apps.report.page import draw_report, write_page
     from dmlbench.apps.tables import asked_columns, find_configs
     from dmlbench.components import component
     from dmlbench.runtime import remove_leftovers

@@ -14,7 +14,6 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import identity, papers
-from dmlbench.apps.report.picture import is_trained
 from dmlbench.apps.table_comparison import differences_to_paper, provenance_of
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
@@ -42,6 +41,11 @@ _GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "rerank"
 _TOLD_OTHERWISE = (*NOT_PART_OF_CONFIG_HASH, "dataset", "backbone", "evaluation", "protocol.num_repeats")
 """Settings of which data notes, the origin of the weights and the number of runs tell more."""
 _MOST_SETTINGS = 6
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Whether a run took optimizer steps here, so that it has a history and weights."""
+    return bool(read_result(run_dir).get("steps"))
 
 
 def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
