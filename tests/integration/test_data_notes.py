@@ -28,11 +28,7 @@ OVERRIDES = [
     *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "num_workers=0", "paths.cache_dir=cache"),
     *("paths.data_dir=birds", "paths.output_dir=out", "protocol.num_repeats=1"),
 ]
-NOTES = [
-    "a subset: 32 of 11,788 images",
-    "images rescaled to 32 x 32 pixels",
-    "of unknown edition, 2010 or 2011",
-]
+NOTES = ["a subset: 32 of 11,788 images", "images rescaled to 32 x 32 pixels", "of unknown edition, 2010 or 2011"]
 SAID = f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}; 16 of 5,924 queries"
 
 
