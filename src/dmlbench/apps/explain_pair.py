@@ -151,9 +151,7 @@ def explain_images(
     distance = copy.deepcopy(model.distance).double()
     reliable = min(reliable, distance.level_size)
     if not 1 <= num_nodes <= reliable // 2:
-        raise ConfigError(
-            f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of the reliable nodes. Raise reliable."
-        )
+        raise ConfigError(f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of reliable. Raise that.")
     with autocast(images.device, precision):
         maps = model.maps(images)
     rows = model.head(maps).embedding.double()

@@ -91,9 +91,7 @@ def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
 def _require_data_of(result: Mapping[str, Any], table: ImageTable) -> None:
     then = result["dataset_fingerprint"]
     if table.fingerprint != then:
-        raise RunError(
-            f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:12]}, not {then[:12]}"
-        )
+        raise RunError(f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:9]}, not {then[:9]}")
 
 
 def config_with_weights(run_dir: Path) -> DictConfig:
@@ -121,9 +119,8 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise RunError(
-            f"{file} does not fit the model of this version: {' '.join(str(error).split())}; run it again"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise RunError(f"{file} does not fit the model of this version: {reason}; run it again") from error
 
 
 def row_of(table: ImageTable, image: int | str) -> int:

@@ -76,9 +76,7 @@ def find_configs(
             how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
             raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
         if summary["missing"] and not allow_partial:
-            raise RunError(
-                f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
-            )
+            raise RunError(f"{path} lacks {', '.join(summary['missing'])}. Run them or set allow_partial=true.")
         if not has_scores(summary, spec):
             summary = aggregate_config(
                 runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()

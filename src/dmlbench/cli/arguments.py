@@ -168,9 +168,7 @@ def _parsed(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
-        raise ConfigError(
-            f"cannot parse {argument}: expected key=value; a value with any of , = : ( ) [ ] {{ }} needs quotes"
-        ) from None
+        raise ConfigError(f"cannot parse {argument}: expected key=value. Quote a value with ,=:()[]{{}}.") from None
 
 
 def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[str]:

@@ -138,9 +138,7 @@ def aggregate(cfg: DictConfig) -> None:
     spec = component(cfg.evaluation)
     configs = runs_by_config(find_runs(cfg.paths.output_dir, cfg.configs))
     if not configs:
-        raise RunError(
-            f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists what there is"
-        )
+        raise RunError(f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists the runs")
     how = {"allow_partial": cfg.allow_partial, "force": cfg.force, "progress": sys.stderr.isatty()}
     failures = []
     for number, (path, runs) in enumerate(configs.items(), start=1):

@@ -167,9 +167,7 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         rest = []
         part = sorted(moving(given, choosing=()))
     else:
-        raise ConfigError(
-            f"{name} has no rows by name: narrow its grid, as in pooling=gap; see conf/experiment/{name}.yaml"
-        )
+        raise ConfigError(f"{name} has no rows by name: narrow its grid, as in pooling=gap (see experiment={name})")
     rows = [row if row.blocker else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
     if all(row.blocker for row in rows):
         why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))

@@ -74,9 +74,7 @@ def collections(
             raise RunError(f"{what} must be given for every run, [fold][repeat], or not at all")
     names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
     if not names and scores is None:
-        raise ConfigError(
-            f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
-        )
+        raise ConfigError(f"metrics: got {', '.join(metrics)}, expected one of a ranking, for concatenated embeddings.")
     if lacking := [name for name in names for fold in scores or () for run in fold if name not in run]:
         raise RunError(f"the runs' scores lack '{lacking[0]}'. Evaluate them again with these metrics.")
     joined: dict[tuple[int, ...], Evaluation] = {}

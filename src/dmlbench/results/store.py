@@ -106,9 +106,7 @@ def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
     """Raise RunError unless a result lies in the folder of its coordinates and has their seed."""
     coordinates = run_name((result["fold"], result["repeat"]))
     if run_dir.name != coordinates:
-        raise RunError(
-            f"{run_dir} holds the result of {coordinates}: it was copied or renamed; move it back, or run it"
-        )
+        raise RunError(f"{run_dir} holds the result of {coordinates}: it was copied or renamed. Move it back.")
     seed = derive_seed(result["base_seed"], result["fold"], result["repeat"])
     if result["seed"] != seed:
         raise RunError(

@@ -193,9 +193,7 @@ def _by_class(config: ConfigSummary) -> pd.DataFrame:
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         except (OSError, ValueError, KeyError) as error:
-            raise RunError(
-                f"{path} is damaged ({error}). Remove the run with `dmlbench clean` and run it again."
-            ) from error
+            raise RunError(f"{path} is damaged ({error}). Remove (`dmlbench clean`) and repeat the run.") from error
         found.append(grouped.mean().assign(queries=grouped.size()))
     return pd.concat(found).groupby("label").mean() if found else pd.DataFrame(index=pd.Index([], name="label"))
 
