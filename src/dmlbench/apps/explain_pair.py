@@ -117,8 +117,7 @@ def explain_pair(
 
     Args:
         pair: rows of the data set's table, paths of images in it, or files, which the run's transform prepares.
-        num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
-        reliable: they are picked among so many nodes of greatest reliability; r at most.
+        num_nodes: most similar, and most dissimilar, nodes of a level to show, of the ``reliable`` most reliable ones.
     """
     if len(pair) != 2:
         raise ConfigError(f"pair: got {len(pair)} images, expected two, as in pair=[<image>,<another>].")

@@ -230,9 +230,7 @@ class TrainedModel:
         Args:
             images: one or many: paths, Pillow images, arrays [H, W, 3] or [H, W] and tensors [3, H, W] of uint8, or
                 one array [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
-            progress: whether to show a bar.
             batch_size: images at once; another number moves embeddings by about 1e-6.
-            num_workers: processes that read ahead.
 
         Raises:
             ConfigError: the run's transform does not resize and images have another size than the run's.
@@ -261,8 +259,7 @@ class TrainedModel:
         That is the Euclidean distance of unit vectors, in [0, 2], or one of the head's own (AVSL).
 
         Args:
-            a: rows of ``embed``, [M, D]; a single row [D] counts as one.
-            b: [N, D], likewise.
+            a, b: rows of ``embed``, [M, D] and [N, D]; a single row [D] counts as one.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
@@ -278,7 +275,6 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
     """The model of a run directory, or of a folder of ``dmlbench export``; no data set is needed.
 
     Args:
-        path: the folder.
         device: ``auto``, ``cpu`` or ``cuda[:N]``.
         modules: packages of your own whose classes an exported folder may name. Its configuration is data: only
             components of dmlbench's options and of these packages are made. Run directories are taken as they are.

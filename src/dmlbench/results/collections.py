@@ -58,11 +58,8 @@ def collections(
         galleries: gallery rows of the same runs, or None: the queries are searched among themselves.
         scores: the members' known scores as fractions, ``[fold][repeat][name]``.
         metrics: metrics of rankings for the concatenated embeddings; may be empty with ``scores``.
-        recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
-        device: as in ``EvaluationSpec``.
         distances: ``[fold][repeat]``; None is the Euclidean distance of unit vectors.
-        progress: whether to show a progress bar.
 
     Returns:
         One row per collection, the last fold's repeat changing fastest, with columns ``repeat_fold0`` ..,

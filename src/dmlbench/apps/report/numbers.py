@@ -255,9 +255,8 @@ def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
     What else differs (backbone, size, weights, values that the recipe did not set, data that are not as published) is
     said with each; a score of which anything differs has no verdict but "not comparable".
     """
-    with_recipe = [
-        config for config in configs if config.summary["choices"].get("recipe", "none") not in ("none", "small")
-    ]
+    without = (None, "none", "small")
+    with_recipe = [config for config in configs if config.summary["choices"].get("recipe") not in without]
     if not with_recipe:
         return []
     known = experiments([config_folder()])
