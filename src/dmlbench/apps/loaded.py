@@ -256,10 +256,8 @@ class TrainedModel:
     def distance(self, a: Any, b: Any) -> Tensor:
         """Distances [M, N], float32 on the CPU, by what the model was trained and evaluated by.
 
-        That is the Euclidean distance of unit vectors, in [0, 2], or one of the head's own (AVSL).
-
-        Args:
-            a, b: rows of ``embed``, [M, D] and [N, D]; a single row [D] counts as one.
+        That is the Euclidean distance of unit vectors, in [0, 2], or one of the head's own (AVSL). Rows of ``embed``
+        are [M, D] and [N, D]; a single row [D] counts as one.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
