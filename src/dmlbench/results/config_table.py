@@ -165,10 +165,8 @@ def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
         facts.append(f"{runs}; {spread} of fold models")
     else:
-        spread = summary.get("spread", "repeats")
-        facts.append(
-            f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
-        )
+        spread = f"; mean ± population std over {summary.get('spread', 'repeats')}"
+        facts.append(runs + (spread if summary["n_runs"] > 1 else ", hence no std"))
     if training := summary.get("training"):
         views = f", {training['views']} cached views" if training["views"] else ""
         facts.append(f"{' x '.join(map(str, training['image_size']))} pixels{views}")
@@ -212,10 +210,7 @@ def config_labels(
     *usual, last = NAMING_GROUPS
     groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in configs]
-    options = {
-        word: {c.get(last) for name, (c, _) in zip(words, configs, strict=True) if name == word} for word in words
-    }
-    if any(len(several) > 1 for several in options.values()):
+    if len({(word, choices.get(last)) for word, (choices, _) in zip(words, configs, strict=True)}) > len(set(words)):
         groups.append(last)
         words = [" ".join(_words(choices, groups)) for choices, _ in configs]
     settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
