@@ -24,7 +24,6 @@ _IMPORTED_BEFORE = [
         "dmlbench.runner",
         "dmlbench.apps.embeddings",
         "dmlbench.apps.tables",
-        "dmlbench.apps.report.picture",
         "dmlbench.apps.report.page",
         "torch._dynamo",
     ),

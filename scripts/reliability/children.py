@@ -28,7 +28,6 @@ IMPORTED_BEFORE = (
         "dmlbench.apps.tables",
     ),
     *(
-        "dmlbench.apps.report.picture",
         "dmlbench.apps.report.page",
         "dmlbench.apps.explain",
         "dmlbench.data.getting.prepare",

@@ -44,6 +44,18 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
     return cfg
 
 
+def key_of(override: str) -> str:
+    """The key of an override, without the marks that add or remove it."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def without_hydra(cfg: DictConfig) -> DictConfig:
+    """A composed configuration without Hydra's own part, which is removed."""
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
 def settle(cfg: DictConfig) -> None:
     """Complete a run's composed configuration: record the recipe, drop a table's rows, hash the file of splits."""
     with open_dict(cfg):

@@ -31,7 +31,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import ImageTable, Pruned, RunError, RunInUse, Split
+from dmlbench.types import EmbeddingSet, ImageTable, Pruned, RunError, RunInUse, Split
 
 log = logging.getLogger(__name__)
 
@@ -187,13 +187,9 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
         warn_at_chance(test)
-        save_embeddings(
-            run_dir / store.EMBEDDINGS, queries, gallery,
-            {"dataset": data.table.name, "fingerprint": data.table.fingerprint, "config_id": run_dir.parent.name},
-        )  # fmt: skip
+        save_test(run_dir, data.table, queries, gallery, test)
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
-        runtime.atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
     if data.split.val is not None:
         is_test = test is not None and data.split.val_is_test and setup.rerank is None
         scores["val"] = test.scores if test is not None and is_test else setup.validate()
@@ -271,6 +267,15 @@ def _result(
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": runtime.peak_memory_bytes(setup.device),
     }
+
+
+def save_test(
+    run_dir: Path, table: ImageTable, queries: EmbeddingSet, gallery: EmbeddingSet | None, test: Evaluation
+) -> None:
+    """Write the test rows of a run and the scores of its queries."""
+    about = {"dataset": table.name, "fingerprint": table.fingerprint, "config_id": run_dir.parent.name}
+    save_embeddings(run_dir / store.EMBEDDINGS, queries, gallery, about)
+    runtime.atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
 
 
 def tested_result(table: ImageTable, protocol: Any, split: Split, test: Evaluation | None) -> dict[str, Any]:

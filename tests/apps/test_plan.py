@@ -69,7 +69,7 @@ def test_a_config_is_composed_once_for_all_folds_and_repeats(tmp_path: Path) -> 
     plan = _plan(tmp_path, compose, [*CONFIGS, *CONFIGS])
     assert compose.count == 2
     assert [(run.fold, run.repeat, run.config.name.split("-")[1]) for run in plan.runs] == [
-        *((fold, repeat, name) for repeat in (0, 1) for fold in (0, 1) for name in ("gap", "gmp")),
+        *((fold, repeat, name) for repeat in (0, 1) for fold in (0, 1) for name in ("gap", "gmp"))
     ]
 
 

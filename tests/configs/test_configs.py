@@ -299,31 +299,21 @@ def test_mistakes_in_configurations_are_named_with_a_remedy(capsys, overrides: l
     assert re.search(message, error), error
 
 
-def test_misspelt_key_fails_before_torch_is_imported(tmp_path) -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("words", "code", "large"),
+    [(["--help"], 0, ["torch", "hydra", "omegaconf", "numpy"]), (["train", "optm.lr=1"], 2, ["torch"])],
+)
+def test_overview_and_misspelt_keys_wait_for_nothing_large(tmp_path, words, code, large) -> None:
+    script = f"""
 import sys
 from dmlbench.cli.main import main
 try:
-    main(["train", "optm.lr=1"])
+    main({words})
 finally:
-    print("torch" in sys.modules)
+    print([name for name in {large} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-
-
-def test_the_overview_is_printed_before_anything_large_is_imported(tmp_path) -> None:
-    code = """
-import sys
-from dmlbench.cli.main import main
-try:
-    main(["--help"])
-finally:
-    print([name for name in ("torch", "hydra", "omegaconf", "numpy") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\n[]\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code and done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_backbone_without_weights_says_how_to_place_the_file() -> None:

@@ -261,14 +261,6 @@ def test_pooling_that_never_started_is_said_in_log_result_and_table(dmlbench, tm
     assert "NOT STARTED: in 1 runs" in dmlbench("table", "allow_partial=true")
 
 
-def test_failed_run_leaves_its_error_and_no_score(dmlbench, tmp_path) -> None:
-    assert "training stopped at step" in dmlbench("train", *TINY, "optim.lr=1e30", code=1)
-    path = run_dirs(tmp_path)[0]
-    assert not (path / "result.json").exists()
-    assert "training stopped at step" in (path / "error.txt").read_text()
-    assert "1 failed" in dmlbench("status")
-
-
 def test_full_disk_while_writing_a_checkpoint_is_one_message(dmlbench, tmp_path) -> None:
     dmlbench("train", *TINY, "fit.max_steps=2")
     finished = run_dirs(tmp_path)[0]
@@ -299,17 +291,6 @@ def test_bad_input_ends_in_one_message(dmlbench, tmp_path, overrides, expected, 
     assert message in error
     assert "Traceback" not in error
     assert len([line for line in error.splitlines() if line.startswith("dmlbench: error:")]) == 1
-
-
-@pytest.mark.parametrize("protocol", ["conventional", pytest.param("hpo", marks=pytest.mark.slow)])
-def test_protocols_over_repeats_are_aggregated_by_their_own_rule(dmlbench, protocol) -> None:
-    repeats = ("protocol.num_repeats=2", "repeat=0,1")
-    dmlbench("train", "-m", *TINY, f"protocol={protocol}", *repeats, "fit.max_steps=2", "fit.validate_every=2")
-    dmlbench("aggregate")
-    table = dmlbench("table")
-    assert ("SELECTED ON TEST" in table) == (protocol == "conventional")
-    assert ("the test half was not looked at" in table) == (protocol == "hpo")
-    assert ("best" in table.splitlines()[2]) == (protocol == "conventional")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dmlbench.apps import explain
-from dmlbench.apps.report import picture
+from dmlbench.apps.report import page
 from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
@@ -28,11 +28,7 @@ OVERRIDES = [
     *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "num_workers=0", "paths.cache_dir=cache"),
     *("paths.data_dir=birds", "paths.output_dir=out", "protocol.num_repeats=1"),
 ]
-NOTES = [
-    "a subset: 32 of 11,788 images",
-    "images rescaled to 32 x 32 pixels",
-    "of unknown edition, 2010 or 2011",
-]
+NOTES = ["a subset: 32 of 11,788 images", "images rescaled to 32 x 32 pixels", "of unknown edition, 2010 or 2011"]
 SAID = f"NOT THE PUBLISHED DATA: {'; '.join(NOTES)}; 16 of 5,924 queries"
 
 
@@ -95,8 +91,8 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     inside: Path, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Figure] = []
-    keep = picture.save_figure
-    monkeypatch.setattr(picture, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
+    keep = page.save_figure
+    monkeypatch.setattr(page, "save_figure", lambda figure, path: (figures.append(figure), keep(figure, path)))
     options = ("paths.output_dir=out", "allow_partial=true", "queries=4", "evaluation.metrics=[p_at_1]")
     command("report", "--picture", *options)
     (figure,) = figures

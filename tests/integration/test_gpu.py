@@ -14,10 +14,7 @@ from dmlbench.runner import run
 from dmlbench.runtime import set_strict_float32
 from dmlbench.types import EmbeddingSet
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
 
 def test_scores_of_embeddings_on_the_gpu_are_those_on_the_cpu_bit_by_bit() -> None:

@@ -288,7 +288,7 @@ def test_a_grid_is_a_table_with_its_additional_configs(done: Path, capsys) -> No
     assert error.count("training images of") == 1
     text = (done / "out/tables/mine.md").read_text()
     assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| g")] == [
-        *("| gmp (untrained)", "| gap", "| gmp"),
+        *("| gmp (untrained)", "| gap", "| gmp")
     ]
     assert "gmp (untrained): PARTIAL: 1 of 2 runs" in text
 

@@ -50,9 +50,7 @@ def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tune_is_resumed_to_the_same_trials_and_a_recipe_of_the_best(
-    tmp_path: Path,
-) -> None:
+def test_tune_is_resumed_to_the_same_trials_and_a_recipe_of_the_best(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed twice"
     assert start(whole).wait()[0] == 0
     for validations in (2, 7):

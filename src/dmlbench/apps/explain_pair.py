@@ -117,8 +117,7 @@ def explain_pair(
 
     Args:
         pair: rows of the data set's table, paths of images in it, or files, which the run's transform prepares.
-        num_nodes: how many of the most similar and of the most dissimilar nodes of a level are picked out.
-        reliable: they are picked among so many nodes of greatest reliability; r at most.
+        num_nodes: most similar, and most dissimilar, nodes of a level to show, of the ``reliable`` most reliable ones.
     """
     if len(pair) != 2:
         raise ConfigError(f"pair: got {len(pair)} images, expected two, as in pair=[<image>,<another>].")
@@ -151,9 +150,7 @@ def explain_images(
     distance = copy.deepcopy(model.distance).double()
     reliable = min(reliable, distance.level_size)
     if not 1 <= num_nodes <= reliable // 2:
-        raise ConfigError(
-            f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of the reliable nodes. Raise reliable."
-        )
+        raise ConfigError(f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of reliable. Raise that.")
     with autocast(images.device, precision):
         maps = model.maps(images)
     rows = model.head(maps).embedding.double()

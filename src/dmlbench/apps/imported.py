@@ -12,14 +12,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.components import component
-from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings, save_embeddings
-from dmlbench.evaluation.evaluate import evaluate, per_query_table, to_csv
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings
+from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.results import store
 from dmlbench.results.cautions import UNKNOWN
 from dmlbench.results.config_table import IMPORTED
-from dmlbench.runner import tested_result
+from dmlbench.runner import save_test, tested_result
 from dmlbench.runtime import atomic_write, derive_seed, file_sha256
 from dmlbench.types import (
     ConfigError,
@@ -80,23 +80,19 @@ def import_config(cfg: DictConfig) -> Imported:
     spec: EvaluationSpec = component(cfg.evaluation)
     name = f"{cfg.name}-imported-{config_sha256(_identity(cfg))[:8]}"
     config = Path(cfg.paths.output_dir) / str(cfg.dataset.name) / protocol.name / name
-    scores, notes = {}, list[str]()
+    scores = {}
     checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
         split = protocol.split(table, fold=fold)
         if split.test is None:
             raise ConfigError(f"protocol '{protocol.name}' does not look at the test half; import under another")
         of = files[fold, repeat]
-        stored = read_embeddings(
-            of["embeddings"], of.get("labels"), gallery=of.get("gallery"), gallery_labels=of.get("gallery_labels")
-        )
+        stored = read_embeddings(of["embeddings"], **{key: of.get(key) for key in FILES[1:]})
         checked[fold, repeat] = (split, *_of_table(stored, table, split.test, str(of["embeddings"])))
     widths = {found.queries.rows.shape[1] for _, found, _ in checked.values()}
     if len(widths) > 1:
         raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a config has one width")
     for (fold, repeat), (split, found, is_by_order) in checked.items():
-        if is_by_order:
-            notes.append("the files have no ids: images of one class are taken to stand in the data set's order")
         run_cfg = OmegaConf.merge(cfg, {"fold": fold, "repeat": repeat})
         assert isinstance(run_cfg, DictConfig)
         of = files[fold, repeat]
@@ -109,7 +105,9 @@ def import_config(cfg: DictConfig) -> Imported:
             "ids": "by order" if is_by_order else "given",
         }
         scores[fold, repeat] = _write(run_cfg, config, protocol, table, split, found, about, spec)
-    return Imported(config, scores, tuple(dict.fromkeys(notes)))
+    on_trust = any(is_by_order for *_, is_by_order in checked.values())
+    note = "the files have no ids: images of one class are taken to stand in the data set's order"
+    return Imported(config, scores, (note,) * on_trust)
 
 
 def _files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, Path]:
@@ -210,11 +208,7 @@ def _write(
                 return tested
         test = evaluate(found.queries, found.gallery, spec)
         atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(identity, resolve=True).encode())
-        save_embeddings(
-            run_dir / store.EMBEDDINGS, found.queries, found.gallery,
-            {"dataset": table.name, "fingerprint": table.fingerprint, "config_id": config.name},
-        )  # fmt: skip
-        atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(found.queries, test)))
+        save_test(run_dir, table, found.queries, found.gallery, test)
         result = {
             "config_id": config.name, "config_sha256": config_sha256(identity), "run_sha256": run_sha256(identity),
             "imported": dict(about), **tested_result(table, protocol, split, test),

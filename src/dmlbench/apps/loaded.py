@@ -88,9 +88,7 @@ def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
 def _require_data_of(result: Mapping[str, Any], table: ImageTable) -> None:
     then = result["dataset_fingerprint"]
     if table.fingerprint != then:
-        raise RunError(
-            f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:12]}, not {then[:12]}"
-        )
+        raise RunError(f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:9]}, not {then[:9]}")
 
 
 def config_with_weights(run_dir: Path) -> DictConfig:
@@ -118,9 +116,8 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise RunError(
-            f"{file} does not fit the model of this version: {' '.join(str(error).split())}; run it again"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise RunError(f"{file} does not fit the model of this version: {reason}; run it again") from error
 
 
 def row_of(table: ImageTable, image: int | str) -> int:
@@ -230,9 +227,7 @@ class TrainedModel:
         Args:
             images: one or many: paths, Pillow images, arrays [H, W, 3] or [H, W] and tensors [3, H, W] of uint8, or
                 one array [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
-            progress: whether to show a bar.
             batch_size: images at once; another number moves embeddings by about 1e-6.
-            num_workers: processes that read ahead.
 
         Raises:
             ConfigError: the run's transform does not resize and images have another size than the run's.
@@ -258,11 +253,8 @@ class TrainedModel:
     def distance(self, a: Any, b: Any) -> Tensor:
         """Distances [M, N], float32 on the CPU, by what the model was trained and evaluated by.
 
-        That is the Euclidean distance of unit vectors, in [0, 2], or one of the head's own (AVSL).
-
-        Args:
-            a: rows of ``embed``, [M, D]; a single row [D] counts as one.
-            b: [N, D], likewise.
+        That is the Euclidean distance of unit vectors, in [0, 2], or one of the head's own (AVSL). Rows of ``embed``
+        are [M, D] and [N, D]; a single row [D] counts as one.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
@@ -278,7 +270,6 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
     """The model of a run directory, or of a folder of ``dmlbench export``; no data set is needed.
 
     Args:
-        path: the folder.
         device: ``auto``, ``cpu`` or ``cuda[:N]``.
         modules: packages of your own whose classes an exported folder may name. Its configuration is data: only
             components of dmlbench's options and of these packages are made. Run directories are taken as they are.

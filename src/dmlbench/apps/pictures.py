@@ -13,6 +13,7 @@ matplotlib.use("Agg")  # files only; works without a display
 from matplotlib import pyplot as plt
 
 DPI = 130
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#882255", "#999933", "#332288")
 
 
 def shortened(name: str, limit: int = 20) -> str:

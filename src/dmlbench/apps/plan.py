@@ -84,17 +84,10 @@ def _config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
         planned_by = (*(o for o in overrides if o.partition("=")[0] not in first), *first.values())
     has_weights = any(cfg.backbone.get(key) for key in ("pretrained", "weights_file"))
     nodes = [cfg.dataset.table, *([cfg.backbone] if has_weights else [])]
+    inputs = tuple(json.dumps(OmegaConf.to_container(node, resolve=True), sort_keys=True) for node in nodes)
+    name, sha256, folds, repeats = config_id(cfg), config_sha256(cfg), protocol.num_folds, protocol.num_repeats
     return PlannedConfig(
-        overrides,
-        cfg.dataset.name,
-        protocol.name,
-        config_id(cfg),
-        config_sha256(cfg),
-        protocol.num_folds,
-        protocol.num_repeats,
-        cfg.base_seed,
-        tuple(json.dumps(OmegaConf.to_container(node, resolve=True), sort_keys=True) for node in nodes),
-        planned_by,
+        overrides, cfg.dataset.name, protocol.name, name, sha256, folds, repeats, cfg.base_seed, inputs, planned_by
     )
 
 
@@ -116,10 +109,9 @@ class Plan:
         return replace(self, runs=tuple(map(with_state, self.runs)), preparing=tuple(map(with_state, self.preparing)))
 
     def waves(self, shard: tuple[int, int] = (1, 1)) -> list[list[Run]]:
-        """The runs left to do: those that others follow, then all else.
+        """The runs left to do in part i of n (``shard``): those that others follow, then all else.
 
-        Args:
-            shard: (i, n) for the i-th of n parts. A run is in the part of the run that it follows, whatever is done.
+        A run is in the part of the run that it follows, whatever is done.
         """
         number, count = shard
         requested = [run for run in self.runs if run.is_requested]

@@ -15,7 +15,7 @@ from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
 from dmlbench.apps.table_rows import NARROWING, Row
 from dmlbench.apps.tables import Found, build_tables, named_configs
-from dmlbench.config import read_config
+from dmlbench.config import key_of, read_config
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
@@ -191,7 +191,7 @@ def differences_to_paper(score: PaperScore, summary: Mapping[str, Any], provenan
 
 def given_by_hand(overrides: Sequence[str]) -> list[str]:
     """Notes on overrides that make other runs than the paper's; runs tell their weights themselves."""
-    return [f"given by hand: {override}" for override in moving(overrides) if _key_of(override) != _WEIGHTS]
+    return [f"given by hand: {override}" for override in moving(overrides) if key_of(override) != _WEIGHTS]
 
 
 def moving(overrides: Sequence[str], *, choosing: Sequence[str] = NARROWING) -> list[str]:
@@ -199,14 +199,10 @@ def moving(overrides: Sequence[str], *, choosing: Sequence[str] = NARROWING) -> 
     return [
         override
         for override in overrides
-        if (key := _key_of(override)) not in choosing
+        if (key := key_of(override)) not in choosing
         and not f"{key}.".startswith(tuple(f"{free}." for free in _MOVES_NOTHING))
         and not (key == _WEIGHTS and are_published(override.partition("=")[2].strip("'\"")))
     ]
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("~+")
 
 
 def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:

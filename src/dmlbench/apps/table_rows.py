@@ -31,6 +31,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import BaseModel
 
 from dmlbench import papers
+from dmlbench.config import key_of
 from dmlbench.external import Schema, load_yaml, validated
 from dmlbench.papers import PaperScore, load_table, why_quoted
 from dmlbench.types import ConfigError, closest
@@ -215,7 +216,7 @@ def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> 
 
 def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
     """The last override of each key."""
-    return tuple({override.partition("=")[0].lstrip("~+"): override for override in overrides}.values())
+    return tuple({key_of(override): override for override in overrides}.values())
 
 
 def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[Row]:

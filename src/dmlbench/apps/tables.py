@@ -20,11 +20,11 @@ from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import IMPORTED, by_row, cautions
 from dmlbench.results.collections import PairedDifference, paired_difference
-from dmlbench.results.config_table import NAMING_GROUPS, config_labels, make_table
+from dmlbench.results.config_table import NAMING_GROUPS, check_metrics, config_labels, make_table
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
 from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
-from dmlbench.types import ConfigError, RunError, closest, flatten
+from dmlbench.types import ConfigError, RunError, flatten
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,7 @@ def find_configs(
             how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
             raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
         if summary["missing"] and not allow_partial:
-            raise RunError(
-                f"{path} is partial, without {', '.join(summary['missing'])}; run them or set allow_partial=true"
-            )
+            raise RunError(f"{path} lacks {', '.join(summary['missing'])}. Run them or set allow_partial=true.")
         if not has_scores(summary, spec):
             summary = aggregate_config(
                 runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()
@@ -235,10 +233,8 @@ def compare_configs(
         for paths, results in zip(done, runs, strict=True)
     ]
     metrics = asked_columns(spec)
-    known = sorted(set.intersection(*(set(run) for side in scores for run in side.values())))
-    for metric in metrics:  # validation scores cannot be computed again
-        if metric not in known:
-            raise ConfigError(f"metric '{metric}' is not in all of these results: {closest(metric, known)}")
+    # validation scores cannot be computed again
+    check_metrics(metrics, set.intersection(*(set(run) for side in scores for run in side.values())))
     differences = {
         metric: paired_difference(*({key: run[metric] for key, run in side.items()} for side in scores))
         for metric in metrics

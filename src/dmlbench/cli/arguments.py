@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from dmlbench.components import imported, parameters_of
-from dmlbench.config import config_folder, schema_of
+from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.external import load_yaml
 from dmlbench.types import ConfigError
 
@@ -168,9 +168,7 @@ def _parsed(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
-        raise ConfigError(
-            f"cannot parse {argument}: expected key=value; a value with any of , = : ( ) [ ] {{ }} needs quotes"
-        ) from None
+        raise ConfigError(f"cannot parse {argument}: expected key=value. Quote a value with ,=:()[]{{}}.") from None
 
 
 def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[str]:
@@ -234,11 +232,6 @@ def settle_targets(
 
 def _names_a_target(key: str) -> bool:
     return key.endswith("._target_") and key.partition(".")[0] in GROUPS
-
-
-def key_of(override: str) -> str:
-    """The key of an override, without the marks that add or remove it."""
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:

@@ -16,10 +16,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, configure_log, filter_overrides
 from hydra.types import HydraContext, RunMode, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.config import composing, config_folders, register_schemas, settle
+from dmlbench.config import composing, config_folders, register_schemas, settle, without_hydra
 from dmlbench.types import ConfigError, RunInUse, closest
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,8 @@ def composed_command(name: str, line: CommandLine) -> Iterator[DictConfig]:
     with composing(line.config_dir):
         cfg = hydra.compose(name, for_hydra(name, line), return_hydra_config=True)
         configure_log(cfg.hydra.job_logging)
-        with open_dict(cfg):
-            del cfg["hydra"]
         require_output_dir(cfg)
-        yield cfg
+        yield without_hydra(cfg)
 
 
 @contextlib.contextmanager
@@ -91,8 +89,6 @@ def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | Non
     """``hydra.help.template`` filled in; Hydra's own way of listing the groups takes a second."""
     cfg = composer.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
     template = string.Template(cfg.hydra.help.template)
-    with open_dict(cfg):
-        del cfg["hydra"]
     options: dict[str, list[str]] = {}
     for folder in config_folders(config_dir):
         for path in sorted(folder.glob("*/**/*.yaml")):
@@ -100,7 +96,7 @@ def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | Non
             if not group.startswith("hydra"):
                 options.setdefault(group, []).append(path.stem)
     groups = "\n".join(f"{group}: {', '.join(sorted(set(found)))}" for group, found in sorted(options.items()))
-    return template.substitute(CONFIG=OmegaConf.to_yaml(cfg), APP_CONFIG_GROUPS=groups)
+    return template.substitute(CONFIG=OmegaConf.to_yaml(without_hydra(cfg)), APP_CONFIG_GROUPS=groups)
 
 
 @dataclass(frozen=True)

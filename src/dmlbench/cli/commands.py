@@ -144,9 +144,7 @@ def aggregate(cfg: DictConfig) -> None:
     spec = component(cfg.evaluation)
     configs = runs_by_config(find_runs(cfg.paths.output_dir, cfg.configs))
     if not configs:
-        raise RunError(
-            f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists what there is"
-        )
+        raise RunError(f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists the runs")
     how = {"allow_partial": cfg.allow_partial, "force": cfg.force, "progress": sys.stderr.isatty()}
     failures = []
     for number, (path, runs) in enumerate(configs.items(), start=1):
@@ -169,7 +167,7 @@ def aggregate(cfg: DictConfig) -> None:
 def table(cfg: DictConfig) -> None:
     from dmlbench.apps.tables import build_tables, compare_configs, find_configs, runs_frame
     from dmlbench.components import component
-    from dmlbench.runtime import atomic_write, remove_leftovers
+    from dmlbench.runtime import atomic_write
 
     if cfg.name is not None:
         check_file_name(cfg.name)
@@ -179,23 +177,19 @@ def table(cfg: DictConfig) -> None:
         print(found.to_text())
         return
     folder = Path(cfg.paths.output_dir) / "tables"
-    remove_leftovers(folder)
     grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
     tables = build_tables(grouped, spec, facts=list(cfg.facts))
     for (dataset, protocol), one in tables.items():
-        print(one.to_text())
         name = cfg.name or f"{dataset}-{protocol}"
         if cfg.name and len(tables) > 1:
             name = f"{cfg.name}-{dataset}-{protocol}"
-        one.write(folder / name)
-        print(f"written: {folder / name}.md, .csv, .tex\n")
+        one.publish(folder / name)
     atomic_write(folder / "runs.csv", runs_frame(grouped).to_csv(index=False).encode())
     print(f"written: {folder / 'runs.csv'}, a row per run")
 
 
 def report(cfg: DictConfig) -> None:
-    from dmlbench.apps.report.page import write_page
-    from dmlbench.apps.report.picture import draw_report
+    from dmlbench.apps.report.page import draw_report, write_page
     from dmlbench.apps.tables import asked_columns, find_configs
     from dmlbench.components import component
     from dmlbench.runtime import remove_leftovers

@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from dmlbench.cli.arguments import CommandLine, key_of
+from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.command import run_command
-from dmlbench.config import config_folders
+from dmlbench.config import config_folders, key_of
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 _COMMANDS = ("list", "stats", "verify", "prepare")

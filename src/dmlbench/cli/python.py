@@ -1,6 +1,7 @@
 """The commands as functions: ``import dmlbench as db; db.run(...)``, ``db.evaluate(...)``, ``db.table(...)``.
 
-Nothing here reads or changes Hydra's state of the process; relative paths are those of the working directory.
+Nothing here reads or changes Hydra's state of the process; relative paths are those of the working directory. What a
+user can fix raises ``DmlbenchError``.
 """
 
 import os
@@ -32,9 +33,6 @@ def run(*overrides: str) -> Path:
     Args:
         overrides: of ``dmlbench train``, such as ``"pooling=gsp"``, ``"fit.max_steps=100"``, ``"device=cpu"``,
             ``"paths.output_dir=results"``.
-
-    Raises:
-        DmlbenchError: what a user can fix.
     """
     from dmlbench.runner import run as run_config
 
@@ -62,9 +60,6 @@ def evaluate(
 
     Returns:
         ``.scores`` are fractions by name, ``.per_query`` those of every query.
-
-    Raises:
-        DmlbenchError: what cannot be evaluated.
     """
     if not isinstance(source, str | os.PathLike):
         if labels is None or isinstance(labels, str | os.PathLike):
@@ -91,7 +86,6 @@ def table(
 
     Args:
         configs: pattern of ``<data set>/<protocol>/<config>``.
-        output_dir: root of the run directories.
         metrics: scores to show; what the runs lack is computed and kept.
         recall_at: K of metrics that take one.
         allow_partial: also configs of which runs are missing.
@@ -99,9 +93,6 @@ def table(
     Returns:
         Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
         say what the scores are not: partial, selected on the test set, imported.
-
-    Raises:
-        DmlbenchError: no config matches, runs are missing, or a metric is unknown.
     """
     spec, root = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)), str(output_dir)
     for runs in runs_by_config(find_runs(root, configs)).values():

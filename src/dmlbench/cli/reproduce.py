@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps import table_rows
 from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of
-from dmlbench.cli.arguments import CommandLine, in_train, key_of
+from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.errors import groups
-from dmlbench.config import config_folders, schema_of
+from dmlbench.config import config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 
@@ -167,9 +167,7 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         rest = []
         part = sorted(moving(given, choosing=()))
     else:
-        raise ConfigError(
-            f"{name} has no rows by name: narrow its grid, as in pooling=gap; see conf/experiment/{name}.yaml"
-        )
+        raise ConfigError(f"{name} has no rows by name: narrow its grid, as in pooling=gap (see experiment={name})")
     rows = [row if row.blocker else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
     if all(row.blocker for row in rows):
         why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))

@@ -21,15 +21,14 @@ from dmlbench.apps import table_comparison
 from dmlbench.apps.plan import Plan, PlannedConfig, Run, compose_configs, make_plan, missing_inputs
 from dmlbench.apps.table_rows import hours_per_run
 from dmlbench.cli import train
-from dmlbench.cli.arguments import in_train, key_of
+from dmlbench.cli.arguments import in_train
 from dmlbench.cli.command import Job, launch, quiet, raise_failures
 from dmlbench.cli.reproduce import Table
-from dmlbench.config import config_folder, schema_of
+from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
-from dmlbench.results.table import Table as PrintedTable
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, side_by_side, verdict_on
-from dmlbench.runtime import read_json, remove_leftovers
+from dmlbench.runtime import read_json
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 _ON_OTHER_MACHINES = "launcher=submitit_slurm"
@@ -168,7 +167,7 @@ def _print_table(
     made = table_comparison.grid_tables(summaries, spec)
     for (dataset, protocol), one in made.items():
         noted = replace(one, notes=(*one.notes, *notes))
-        _write_table(noted, base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
+        noted.publish(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
 
 
 def write_comparison(name: str, comparisons: Sequence[Comparison], notes: Sequence[str], base: Path) -> None:
@@ -176,14 +175,7 @@ def write_comparison(name: str, comparisons: Sequence[Comparison], notes: Sequen
     described = describe_table(name)
     of_paper = [f"the paper's numbers: {described.numbers}", *([described.note] if described.note else [])]
     about = f"{described.about} ({described.place})"
-    _write_table(side_by_side(name, about, comparisons, [*of_paper, *notes]), base)
-
-
-def _write_table(table: PrintedTable, base: Path) -> None:
-    print(table.to_text())
-    remove_leftovers(base.parent)
-    table.write(base)
-    print(f"written: {base}.md, .csv, .tex\n")
+    side_by_side(name, about, comparisons, [*of_paper, *notes]).publish(base)
 
 
 def _suffix(part: Sequence[str], moved: Sequence[str]) -> str:

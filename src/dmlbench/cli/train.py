@@ -9,13 +9,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, for_hydra, key_of, settle_targets
+from dmlbench.cli.arguments import CommandLine, for_hydra, settle_targets
 from dmlbench.cli.command import run_command
 from dmlbench.cli.errors import explain, root_cause
-from dmlbench.config import composing, settle
+from dmlbench.config import composing, key_of, settle, without_hydra
 from dmlbench.types import ConfigError, DmlbenchError, flatten
 
 COMMAND_LINE = "command line"
@@ -47,9 +47,7 @@ def composed_run(overrides: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         cause = root_cause(error)
         raise ConfigError(str(cause) if isinstance(cause, DmlbenchError) else explain(error)) from error
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
+    return without_hydra(cfg)
 
 
 def settle_choices(cfg: DictConfig, hydra: Any) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.cli.arguments import CommandLine, in_train, key_of
+from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.command import composed_command, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run
-from dmlbench.config import composing, schema_of
+from dmlbench.config import composing, key_of, schema_of
 from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:

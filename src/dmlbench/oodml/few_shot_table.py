@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from omegaconf import DictConfig
 
-from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.apps.report.picture import COLORS
+from dmlbench.apps.pictures import COLORS, plt, save_figure
 from dmlbench.components import component
 from dmlbench.config import listed
 from dmlbench.evaluation.metrics.table import score_named

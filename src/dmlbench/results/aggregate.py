@@ -55,9 +55,8 @@ def aggregate_config(
     first = next(iter(results.values()))
     foreign = [done[fold, repeat].name for fold, repeat in results if fold >= first["num_folds"]]
     if foreign:
-        raise RunError(
-            f"{config_dir / foreign[0]} is of no fold of its protocol, which has {first['num_folds']}; remove it"
-        )
+        stray = config_dir / foreign[0]
+        raise RunError(f"{stray} is of no fold of its protocol, which has {first['num_folds']}; remove it")
     expected = [(fold, repeat) for fold in range(first["num_folds"]) for repeat in range(first["num_repeats"])]
     extra = sorted(set(results) - set(expected))
     if extra:

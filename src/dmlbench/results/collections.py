@@ -58,11 +58,8 @@ def collections(
         galleries: gallery rows of the same runs, or None: the queries are searched among themselves.
         scores: the members' known scores as fractions, ``[fold][repeat][name]``.
         metrics: metrics of rankings for the concatenated embeddings; may be empty with ``scores``.
-        recall_at: values of K for metrics that take one.
         tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
-        device: as in ``EvaluationSpec``.
         distances: ``[fold][repeat]``; None is the Euclidean distance of unit vectors.
-        progress: whether to show a progress bar.
 
     Returns:
         One row per collection, the last fold's repeat changing fastest, with columns ``repeat_fold0`` ..,
@@ -74,9 +71,7 @@ def collections(
             raise RunError(f"{what} must be given for every run, [fold][repeat], or not at all")
     names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
     if not names and scores is None:
-        raise ConfigError(
-            f"metrics ({', '.join(metrics)}) has none of a ranking, by which joined embeddings are scored"
-        )
+        raise ConfigError(f"metrics: got {', '.join(metrics)}, expected one of a ranking, for concatenated embeddings.")
     if lacking := [name for name in names for fold in scores or () for run in fold if name not in run]:
         raise RunError(f"the runs' scores lack '{lacking[0]}'. Evaluate them again with these metrics.")
     joined: dict[tuple[int, ...], Evaluation] = {}

@@ -1,6 +1,6 @@
 """Table of aggregated configs, and the labels of its rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -8,7 +8,7 @@ import pandas as pd
 from dmlbench.evaluation.metrics.table import Score, score_named
 from dmlbench.results.cautions import PARTIAL, by_fact, by_row, cautions_of_rows, queries
 from dmlbench.results.table import Entry, Table
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, closest
 
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
 """Groups whose options name a config; the last only if configs differ in it alone."""
@@ -35,16 +35,12 @@ def make_table(
         differing: notes on settings in which the rows differ beyond their labels.
     """
     kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
-    known = sorted({metric for summary in summaries for scores in summary["scores"].values() for metric in scores})
-    for metric in metrics:
-        if metric not in known:
-            raise ConfigError(f"metric '{metric}' is not in these results; known: {', '.join(known)}")
+    known = {metric for summary in summaries for scores in summary["scores"].values() for metric in scores}
+    check_metrics(metrics, known)
     scores = [score_named(metric) for metric in metrics]
     columns = [("", fact) for fact in facts]
     for kind in kinds:
-        dimensions = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
-        size = f" ({'/'.join(map(str, dimensions))}-D)" if dimensions else ""
-        columns += [(kind + size, score.label) for score in scores]
+        columns += [(kind + size_of(kind, summaries), score.label) for score in scores]
     rows = []
     for fact in facts:
         if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
@@ -77,6 +73,18 @@ def make_table(
         cautions=(*by_row(cautions, labels), *settings),
         row_notes=tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
     )
+
+
+def check_metrics(metrics: Sequence[str], known: Collection[str]) -> None:
+    """Raise ConfigError for a metric that results do not have."""
+    if absent := [metric for metric in metrics if metric not in known]:
+        raise ConfigError(f"metric '{absent[0]}' is not in these results: {closest(absent[0], sorted(known))}")
+
+
+def size_of(kind: str, summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Sizes of the embeddings behind a kind of scores, such as " (128-D)"; may be empty."""
+    sizes = sorted({s["dimension"][kind] for s in summaries if kind in s.get("dimension", {})})
+    return f" ({'/'.join(map(str, sizes))}-D)" if sizes else ""
 
 
 def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, list[str | None]]:
@@ -157,10 +165,8 @@ def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
         spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
         facts.append(f"{runs}; {spread} of fold models")
     else:
-        spread = summary.get("spread", "repeats")
-        facts.append(
-            f"{runs}; mean ± population std over {spread}" if summary["n_runs"] > 1 else f"{runs}, hence no std"
-        )
+        spread = f"; mean ± population std over {summary.get('spread', 'repeats')}"
+        facts.append(runs + (spread if summary["n_runs"] > 1 else ", hence no std"))
     if training := summary.get("training"):
         views = f", {training['views']} cached views" if training["views"] else ""
         facts.append(f"{' x '.join(map(str, training['image_size']))} pixels{views}")
@@ -204,10 +210,7 @@ def config_labels(
     *usual, last = NAMING_GROUPS
     groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in configs]
-    options = {
-        word: {c.get(last) for name, (c, _) in zip(words, configs, strict=True) if name == word} for word in words
-    }
-    if any(len(several) > 1 for several in options.values()):
+    if len({(word, choices.get(last)) for word, (choices, _) in zip(words, configs, strict=True)}) > len(set(words)):
         groups.append(last)
         words = [" ".join(_words(choices, groups)) for choices, _ in configs]
     settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]

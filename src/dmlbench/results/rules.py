@@ -284,9 +284,7 @@ class OverSplits:
             )
         repeats = sorted({r for _, r in rows if all((fold, r) in rows for fold in folds)})
         if not repeats:
-            raise RunError(
-                f"{config.path}: no repeat has all of the {len(folds)} splits that were run; run the missing ones"
-            )
+            raise RunError(f"{config.path}: no repeat has all of the {len(folds)} splits. Run the missing ones.")
         rows = {key: row for key, row in rows.items() if key[1] in repeats}  # curves and areas are of the same runs
         names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
         scores: dict[str, Any] = {"AGS": {}, "mean": {}}

@@ -20,14 +20,9 @@ from typing import IO, Any, Literal
 from dmlbench.runtime import derive_seed, file_sha256, is_open_at, read_json, remove_leftovers, write_json
 from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, require_file
 
-RESULT, ERROR, CONFIG, EMBEDDINGS, DISTANCE, PLAN = (
-    "result.json",
-    "error.txt",
-    "config.yaml",
-    "embeddings.safetensors",
-    "distance.safetensors",  # state of a distance that has one
-    "plan.json",  # of stage 1 of the two-stage protocol
-)
+RESULT, ERROR, CONFIG, EMBEDDINGS = "result.json", "error.txt", "config.yaml", "embeddings.safetensors"
+DISTANCE = "distance.safetensors"  # state of a distance that has one
+PLAN = "plan.json"  # of stage 1 of the two-stage protocol
 RESULT_SCHEMA = 1
 
 Coordinates = tuple[int, int]
@@ -111,9 +106,7 @@ def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
     """Raise RunError unless a result lies in the folder of its coordinates and has their seed."""
     coordinates = run_name((result["fold"], result["repeat"]))
     if run_dir.name != coordinates:
-        raise RunError(
-            f"{run_dir} holds the result of {coordinates}: it was copied or renamed; move it back, or run it"
-        )
+        raise RunError(f"{run_dir} holds the result of {coordinates}: it was copied or renamed. Move it back.")
     seed = derive_seed(result["base_seed"], result["fold"], result["repeat"])
     if result["seed"] != seed:
         raise RunError(

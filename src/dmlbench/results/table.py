@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dmlbench.results.cautions import OTHER_DATA
-from dmlbench.runtime import atomic_write
+from dmlbench.runtime import atomic_write, remove_leftovers
 from dmlbench.types import DataError, escape_latex
 
 _BEST = "percent; best of each column in bold"
@@ -147,6 +147,13 @@ class Table:
         for suffix, path in paths.items():
             atomic_write(path, forms[suffix]().encode())
         return list(paths.values())
+
+    def publish(self, base: Path) -> None:
+        """Print the text, write the other forms, and say where."""
+        print(self.to_text())
+        remove_leftovers(base.parent)
+        self.write(base)
+        print(f"written: {base}.md, .csv, .tex\n")
 
     def _align(self) -> str:
         return self.align or "l" + "r" * len(self.frame.columns)

@@ -1,1 +1,1 @@
-"""What aggregated configs show: a page to look through (``page``), and one picture (``picture``)."""
+"""What aggregated configs show: a page to look through, and one picture."""

@@ -14,7 +14,6 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import identity, papers
-from dmlbench.apps.report.picture import is_trained
 from dmlbench.apps.table_comparison import differences_to_paper, provenance_of
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
@@ -42,6 +41,11 @@ _GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "rerank"
 _TOLD_OTHERWISE = (*NOT_PART_OF_CONFIG_HASH, "dataset", "backbone", "evaluation", "protocol.num_repeats")
 """Settings of which data notes, the origin of the weights and the number of runs tell more."""
 _MOST_SETTINGS = 6
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Whether a run took optimizer steps here, so that it has a history and weights."""
+    return bool(read_result(run_dir).get("steps"))
 
 
 def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
@@ -189,9 +193,7 @@ def _by_class(config: ConfigSummary) -> pd.DataFrame:
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
         except (OSError, ValueError, KeyError) as error:
-            raise RunError(
-                f"{path} is damaged ({error}). Remove the run with `dmlbench clean` and run it again."
-            ) from error
+            raise RunError(f"{path} is damaged ({error}). Remove (`dmlbench clean`) and repeat the run.") from error
         found.append(grouped.mean().assign(queries=grouped.size()))
     return pd.concat(found).groupby("label").mean() if found else pd.DataFrame(index=pd.Index([], name="label"))
 
@@ -253,9 +255,8 @@ def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
     What else differs (backbone, size, weights, values that the recipe did not set, data that are not as published) is
     said with each; a score of which anything differs has no verdict but "not comparable".
     """
-    with_recipe = [
-        config for config in configs if config.summary["choices"].get("recipe", "none") not in ("none", "small")
-    ]
+    without = (None, "none", "small")
+    with_recipe = [config for config in configs if config.summary["choices"].get("recipe") not in without]
     if not with_recipe:
         return []
     known = experiments([config_folder()])
