@@ -53,7 +53,7 @@ def small_listing(root: Path) -> Listing:
     )
 
 
-def test_files_are_sorted_and_classes_without_images_left_out_whatever_the_order_of_the_lists(tmp_path: Path) -> None:
+def test_files_are_sorted_and_classes_without_images_left_out(tmp_path: Path) -> None:
     listing = small_listing(tmp_path)
     assert listing.super_labels is not None and listing.role is not None
     order = np.array([3, 0, 4, 2, 1])

@@ -34,7 +34,7 @@ NAMES = ["resnet20", "bn_inception", "googlenet", "efficientnet", "resnet18", "c
 
 
 @pytest.mark.parametrize("make, stage, first_trained", CASES, ids=NAMES)
-def test_the_frozen_part_and_the_rest_are_the_whole_and_gradients_and_statistics_stop_there(
+def test_the_frozen_part_and_the_rest_are_the_whole_and_gradients_stop_there(
     make: Callable[..., Backbone], stage: str, first_trained: str
 ) -> None:
     torch.manual_seed(0)

@@ -240,7 +240,7 @@ def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
     assert gains["over whitened"] == ["+3.0", "-6.0", "-3.0", "+0.0", "+0.0"]
 
 
-def test_without_untrained_rows_gains_are_unknown_and_without_frozen_layers_columns_are_absent() -> None:
+def test_gains_need_untrained_rows_and_their_columns_need_frozen_layers() -> None:
     trained = summary("linear", 0.25, val=0.5, dimension=128, trained=163840)
     assert gains_over_frozen([trained], ["map_at_r"])["MAP@R over frozen"] == [None]
     trained["training"]["frozen_until"] = None

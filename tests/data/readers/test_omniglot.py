@@ -48,7 +48,7 @@ def test_background_alone_is_halved_in_sorted_order(tmp_path: Path) -> None:
     assert table.pixels[0, 0, 0] == 0
 
 
-def test_with_evaluation_the_archives_are_the_halves_and_what_is_not_as_published_is_noted(tmp_path: Path) -> None:
+def test_with_evaluation_the_archives_are_the_halves(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_background.zip", BACKGROUND)
     count = "a subset: {} of 32,460 images"
     cut = "train and test half share Greek: the split cuts an alphabet"
