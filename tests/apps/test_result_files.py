@@ -10,7 +10,7 @@ from written_runs import write_run
 
 from dmlbench.apps.loaded import load_run
 from dmlbench.apps.report.page import draw_report
-from dmlbench.apps.tables import ConfigSummary, compare_configs
+from dmlbench.apps.tables import ConfigSummary, compare_configs, differences_text
 from dmlbench.cli import commands
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
@@ -51,6 +51,18 @@ def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
     assert "intra-class distance       1.10     1.15    +0.05" in text
     assert "4 pairs" in text
     assert "DIFFERENT SETTINGS: fit.max_steps: 100 (gap); 300 (gsp)" in text
+
+
+def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
+    configs(tmp_path)
+    for fold in range(2):
+        for repeat in range(2):
+            write(tmp_path, "net-gem-3", fold, repeat, 0.5 + 0.1 * fold + 0.01 * (repeat - 1))
+    text = differences_text([compare_configs(str(tmp_path), ["*gap*", other], P_AT_1) for other in ("*gsp*", "*gem*")])
+    # two degrees of freedom, t = 0.025 / 0.0035355 and 0.005 / 0.0035355: p 0.0194 and 0.2929, times 2 and 1
+    assert "net-gsp-2    57.50    +2.50  [+0.98, +4.02]       0.039" in text
+    assert "net-gem-3    54.50    -0.50  [-2.02, +1.02]        0.29" in text
+    assert "p corrected over 2 configs" in text
 
 
 def test_partial_configs_are_refused_or_said(tmp_path: Path) -> None:

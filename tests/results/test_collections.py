@@ -17,7 +17,7 @@ from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, que
 from dmlbench.evaluation.search import scan
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.collections import collections, confidence_interval, paired_difference, summarize
+from dmlbench.results.collections import collections, confidence_interval, holm, paired_difference, summarize
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 RECALL_AT = (1, 2, 4)
@@ -288,8 +288,10 @@ def test_of_one_fold_is_the_paired_t_interval() -> None:
     a = rng.normal(0.6, 0.1, 5)
     b = a + rng.normal(0.02, 0.01, 5)
     found = paired_difference({(0, r): a[r] for r in range(5)}, {(0, r): b[r] for r in range(5)})
-    expected = stats.ttest_rel(b, a).confidence_interval(0.95)
+    test = stats.ttest_rel(b, a)
+    expected = test.confidence_interval(0.95)
     assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found.p_value == pytest.approx(test.pvalue, rel=1e-9)
     assert found.difference == pytest.approx(b.mean() - a.mean(), abs=1e-15)
     assert found.n_pairs == 5
 
@@ -321,6 +323,18 @@ def test_of_single_pairs_is_the_paired_t_interval_over_folds() -> None:
     assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert found.over == "folds"
     assert paired_difference({(0, 0): 0.1}, {(0, 0): 0.2}).interval is None
+
+
+def test_holm_corrects_for_the_number_of_p_values() -> None:
+    # 4 * 0.005, 3 * 0.01, 2 * 0.03, then no smaller than the one before
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_equal_differences_have_no_error() -> None:
+    first = {(0, 0): 0.5, (0, 1): 0.5}
+    assert paired_difference(first, dict.fromkeys(first, 0.75)).p_value == 0.0
+    assert paired_difference(first, first).p_value == 1.0
 
 
 def test_runs_without_a_partner_are_refused_by_name() -> None:

@@ -19,7 +19,7 @@ from dmlbench.identity import config_settings
 from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.cautions import IMPORTED, by_row, cautions
-from dmlbench.results.collections import PairedDifference, paired_difference
+from dmlbench.results.collections import PairedDifference, holm, paired_difference
 from dmlbench.results.config_table import NAMING_GROUPS, check_metrics, config_labels, make_table
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
 from dmlbench.results.store import RunInfo
@@ -206,6 +206,29 @@ class PairedConfigs:
         return "\n".join(lines)
 
 
+def differences_text(found: Sequence[PairedConfigs]) -> str:
+    """Several configs beside one: per metric the differences with their intervals, and p-values after Holm."""
+    width = max(len(one.second.name) for one in found)
+    lines = [f"A  {found[0].first}"]
+    for metric in found[0].differences:
+        pairs = [one.differences[metric] for one in found]
+        lines += ["", f"{score_named(metric).label:<{width}}{'B':>9}{'B - A':>9}  {'95 % interval':<18}{'p (Holm)':>8}"]
+        known = iter(holm([pair.p_value for pair in pairs if pair.p_value is not None]))
+        scale = score_named(metric).scale
+        for one, pair in zip(found, pairs, strict=True):
+            low_high, p_value = "none", "-"
+            if pair.interval is not None:
+                low_high = f"[{scale * pair.interval[0]:+.2f}, {scale * pair.interval[1]:+.2f}]"
+                p_value = f"{next(known):.2g}"
+            numbers = f"{scale * pair.second:9.2f}{scale * pair.difference:+9.2f}"
+            lines.append(f"{one.second.name:<{width}}{numbers}  {low_high:<18}{p_value:>8}")
+    pair = next(iter(found[0].differences.values()))
+    lines += ["", f"  percent; {pair.n_pairs} pairs of runs; t over {pair.over}; p corrected over {len(found)} configs"]
+    lines += dict.fromkeys(f"  {note}" for one in found for note in one.cautions)
+    lines += [f"  PARTIAL: without {', '.join(one.left_out)}" for one in found if one.left_out]
+    return "\n".join(lines)
+
+
 def compare_configs(
     output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
 ) -> PairedConfigs:
@@ -242,7 +265,7 @@ def compare_configs(
     at = common[0]
     _, settings = labels_of_runs([(paths[at], of[at]["choices"]) for paths, of in zip(done, runs, strict=True)])
     told = [dict.fromkeys(note for key in common for note in _cautions(of[key], spec)) for of in runs]
-    warned = by_row([list(notes) for notes in told], ("A", "B"))
+    warned = by_row([list(notes) for notes in told], [folder.name for folder in configs])
     return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(settings), tuple(warned))
 
 

@@ -165,7 +165,7 @@ def aggregate(cfg: DictConfig) -> None:
 
 
 def table(cfg: DictConfig) -> None:
-    from dmlbench.apps.tables import build_tables, compare_configs, find_configs, runs_frame
+    from dmlbench.apps.tables import build_tables, compare_configs, differences_text, find_configs, runs_frame
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write
 
@@ -173,8 +173,14 @@ def table(cfg: DictConfig) -> None:
         check_file_name(cfg.name)
     spec = component(cfg.evaluation)
     if cfg.compare is not None:
-        found = compare_configs(cfg.paths.output_dir, list(cfg.compare), spec, allow_partial=cfg.allow_partial)
-        print(found.to_text())
+        if len(cfg.compare) < 2:
+            raise ConfigError(f"compare: got {len(cfg.compare)} config, expected two or more.")
+        first, *others = cfg.compare
+        found = [
+            compare_configs(cfg.paths.output_dir, [first, other], spec, allow_partial=cfg.allow_partial)
+            for other in others
+        ]
+        print(found[0].to_text() if len(found) == 1 else differences_text(found))
         return
     folder = Path(cfg.paths.output_dir) / "tables"
     grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import ArrayLike
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.embeddings.embed import ModelDistances, ModelEmbeddings
@@ -124,11 +124,24 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
         raise ConfigError(f"level: got {level}, expected a number between 0 and 1.")
     if any(len(fold) < 2 for fold in scores):
         return None
+    mean, error, freedom = _mean_and_error(scores)
+    half = float(stdtrit(freedom, (1 + level) / 2)) * error
+    return mean - half, mean + half
+
+
+def _mean_and_error(scores: Sequence[Sequence[float]]) -> tuple[float, float, int]:
+    """Mean over folds, its standard error and degrees of freedom."""
     mean = float(np.mean([np.mean(fold) for fold in scores]))
     error = float(np.sqrt(sum(np.var(fold, ddof=1) / len(fold) for fold in scores))) / len(scores)
-    t_quantile = float(stdtrit(sum(len(fold) - 1 for fold in scores), (1 + level) / 2))
-    half = t_quantile * error
-    return mean - half, mean + half
+    return mean, error, sum(len(fold) - 1 for fold in scores)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number: all that are below a level are so together (Holm 1979)."""
+    order = np.argsort(p_values, kind="stable")
+    factors = np.arange(len(order), 0, -1)
+    corrected = np.minimum(np.maximum.accumulate(factors * np.asarray(p_values)[order]), 1.0)
+    return [float(value) for value in corrected[np.argsort(order)]]
 
 
 def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
@@ -161,6 +174,7 @@ class PairedDifference:
     Attributes:
         first, second: mean over folds of the mean over repeats.
         interval: of the difference; None if there are too few pairs.
+        p_value: two-sided, of the t test that the difference is 0; None without an interval.
         n_pairs: runs of each config.
         over: what varies within the interval: "repeats within folds" (seeds), or "folds" (training classes, too) if
             every fold has a single pair.
@@ -170,6 +184,7 @@ class PairedDifference:
     second: float
     difference: float
     interval: tuple[float, float] | None
+    p_value: float | None
     n_pairs: int
     over: str = "repeats within folds"
 
@@ -199,5 +214,9 @@ def paired_difference(
     over = "repeats within folds"
     if all(len(fold) == 1 for fold in differences):
         differences, over = [[d for (d,) in differences]], "folds"
-    interval = confidence_interval(differences, level)
-    return PairedDifference(float(means[0]), float(means[1]), float(means[1] - means[0]), interval, len(first), over)
+    interval, p_value = confidence_interval(differences, level), None
+    if interval is not None:
+        mean, error, freedom = _mean_and_error(differences)
+        p_value = float(2 * stdtr(freedom, -abs(mean) / error)) if error else float(mean == 0)
+    difference = float(means[1] - means[0])
+    return PairedDifference(float(means[0]), float(means[1]), difference, interval, p_value, len(first), over)
