@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 from effective import published_table
 
-from dmlbench.data.batches.samplers import (
-    ClassBalancedBatchSampler,
-    EqualClassBatchSampler,
-    FullClassBatchSampler,
-    IndependentClassBatchSampler,
-    IndexBatch,
-    RandomBatchSampler,
-    RandomClassBatchSampler,
-    RepeatingClassBatchSampler,
-    RotatingClassBatchSampler,
-    SplitClassBatchSampler,
-)
+from dmlbench.data.batches import samplers
 from dmlbench.types import ConfigError, IntArray, RunError
 
 SIZES = [1, 3, 4, 9, 17, 20, 20, 21]  # images of each class
@@ -30,11 +19,11 @@ def labels_of(sizes: list[int], *, seed: int = 0) -> IntArray:
     return np.random.default_rng(seed).permutation(labels)
 
 
-def sampler_of(sizes: list[int], p: int, k: int, *, seed: int = 0) -> ClassBalancedBatchSampler:
-    return ClassBalancedBatchSampler(labels_of(sizes), classes_per_batch=p, images_per_class=k, seed=seed)
+def sampler_of(sizes: list[int], p: int, k: int, *, seed: int = 0) -> samplers.ClassBalancedBatchSampler:
+    return samplers.ClassBalancedBatchSampler(labels_of(sizes), classes_per_batch=p, images_per_class=k, seed=seed)
 
 
-def epoch_of(sampler: ClassBalancedBatchSampler, epoch: int) -> list[IndexBatch]:
+def epoch_of(sampler: samplers.ClassBalancedBatchSampler, epoch: int) -> list[samplers.IndexBatch]:
     """Batches of one epoch of a sampler that stands at the beginning of it or of an earlier one."""
     batches = []
     for batch in sampler:
@@ -76,15 +65,12 @@ def test_images_and_groups_come_without_replacement_until_they_are_used_up(p: in
     assert len(left) < p  # the epoch ends only when too few classes have groups left
 
 
-def test_a_pass_goes_once_through_every_class_that_has_groups() -> None:
+def test_a_pass_goes_once_through_every_class_that_has_groups_those_left_over_first() -> None:
     sampler = sampler_of([8] * 6, 3, 2)
     batches = epoch_of(sampler, 0)
     assert len(batches) == len(sampler) == 8  # 6 classes x 4 groups / 3
     for first, second in zip(batches[0::2], batches[1::2], strict=True):
         assert len(set(sampler.labels[np.concatenate([first.rows, second.rows])])) == 6
-
-
-def test_classes_that_a_pass_left_over_come_first_in_the_next() -> None:
     sampler = sampler_of([4] * 5, 3, 2)
     first, second = (set(sampler.labels[batch.rows].tolist()) for batch in islice(sampler, 2))
     assert set(np.unique(sampler.labels)) - first <= second
@@ -113,17 +99,17 @@ def test_the_state_of_another_run_is_refused_with_both_values() -> None:
 
 
 BALANCED = {
-    "class_balanced": ClassBalancedBatchSampler,
-    "equal_class": EqualClassBatchSampler,
-    "split_class": SplitClassBatchSampler,
-    "rotating": RotatingClassBatchSampler,
-    "independent": IndependentClassBatchSampler,
-    "repeating": RepeatingClassBatchSampler,
-    "full_class": FullClassBatchSampler,
+    "class_balanced": samplers.ClassBalancedBatchSampler,
+    "equal_class": samplers.EqualClassBatchSampler,
+    "split_class": samplers.SplitClassBatchSampler,
+    "rotating": samplers.RotatingClassBatchSampler,
+    "independent": samplers.IndependentClassBatchSampler,
+    "repeating": samplers.RepeatingClassBatchSampler,
+    "full_class": samplers.FullClassBatchSampler,
 }
 KINDS = {kind: partial(cls, classes_per_batch=3, images_per_class=2) for kind, cls in BALANCED.items()} | {
-    "random_class": partial(RandomClassBatchSampler, classes_per_batch=3, batch_size=6),
-    "random": partial(RandomBatchSampler, batch_size=6),
+    "random_class": partial(samplers.RandomClassBatchSampler, classes_per_batch=3, batch_size=6),
+    "random": partial(samplers.RandomBatchSampler, batch_size=6),
 }
 
 
@@ -172,7 +158,7 @@ def test_balanced_kinds_draw_every_class_equally_often_whatever_its_size(kind: s
 
 
 def test_rotating_takes_the_images_of_a_class_without_replacement() -> None:
-    sampler = RotatingClassBatchSampler(labels_of([7] * 6), classes_per_batch=2, images_per_class=2, seed=3)
+    sampler = samplers.RotatingClassBatchSampler(labels_of([7] * 6), classes_per_batch=2, images_per_class=2, seed=3)
     rounds: dict[int, list[int]] = {}
     for batch in epoch_of(sampler, 0):
         for label, pair in zip(
@@ -187,7 +173,7 @@ def test_rotating_takes_the_images_of_a_class_without_replacement() -> None:
 
 def test_rotating_has_as_many_batches_as_the_public_code() -> None:
     for images in (24, 25, 23):  # while the number of images taken plus a batch is below N
-        sampler = RotatingClassBatchSampler(
+        sampler = samplers.RotatingClassBatchSampler(
             labels_of([images - 20, 10, 10]), classes_per_batch=2, images_per_class=2, seed=0
         )
         taken, batches = 0, 0
@@ -197,7 +183,7 @@ def test_rotating_has_as_many_batches_as_the_public_code() -> None:
 
 
 def test_independent_draws_images_with_replacement_and_uniformly() -> None:
-    sampler = IndependentClassBatchSampler(labels_of([4] * 3), classes_per_batch=3, images_per_class=3, seed=0)
+    sampler = samplers.IndependentClassBatchSampler(labels_of([4] * 3), classes_per_batch=3, images_per_class=3, seed=0)
     rows = np.concatenate([b.rows for b in islice(sampler, 1500)])
     counts = np.bincount(rows, minlength=12)
     assert ((counts - len(rows) / 12) ** 2 / (len(rows) / 12)).sum() < 31.3  # chi-square, 11 degrees, 0.1 %
@@ -205,7 +191,9 @@ def test_independent_draws_images_with_replacement_and_uniformly() -> None:
 
 
 def test_repeating_draws_classes_and_images_with_replacement_and_uniformly() -> None:
-    sampler = RepeatingClassBatchSampler(labels_of([4, 8, 12]), classes_per_batch=3, images_per_class=2, seed=0)
+    sampler = samplers.RepeatingClassBatchSampler(
+        labels_of([4, 8, 12]), classes_per_batch=3, images_per_class=2, seed=0
+    )
     batches = [b.rows for b in islice(sampler, 3000)]
     classes = sampler.labels[np.stack(batches)].reshape(-1, 3, 2)
     assert (classes[..., 0] == classes[..., 1]).all()
@@ -228,14 +216,14 @@ def test_repeating_has_batches_and_classes_of_a_batch_as_the_public_code() -> No
         (5_864, 100, 54, 54, 41.7),
     ):  # fmt: skip
         labels = np.arange(images) % num_classes
-        sampler = RepeatingClassBatchSampler(labels, classes_per_batch=per_batch, images_per_class=2, seed=0)
+        sampler = samplers.RepeatingClassBatchSampler(labels, classes_per_batch=per_batch, images_per_class=2, seed=0)
         assert len(sampler) == batches
         drawn = [len(set(sampler.labels[b.rows].tolist())) for b in epoch_of(sampler, 0)]
         assert np.mean(drawn) == pytest.approx(classes, abs=1.2)
 
 
 def test_random_class_batches_come_from_a_few_classes_of_any_share() -> None:
-    sampler = RandomClassBatchSampler(labels_of([9] * 10), classes_per_batch=4, batch_size=12, seed=0)
+    sampler = samplers.RandomClassBatchSampler(labels_of([9] * 10), classes_per_batch=4, batch_size=12, seed=0)
     kinds = [len(set(sampler.labels[b.rows].tolist())) for b in islice(sampler, 200)]
     assert max(kinds) == 4
     assert min(kinds) >= 2
@@ -244,9 +232,9 @@ def test_random_class_batches_come_from_a_few_classes_of_any_share() -> None:
 
 
 def test_random_batches_hold_every_image_once_an_epoch() -> None:
-    sampler = RandomBatchSampler(labels_of([50, 3]), batch_size=10, seed=0)
+    sampler = samplers.RandomBatchSampler(labels_of([50, 3]), batch_size=10, seed=0)
     for epoch in range(2):
-        batches = epoch_of(RandomBatchSampler(labels_of([50, 3]), batch_size=6, seed=0), epoch)
+        batches = epoch_of(samplers.RandomBatchSampler(labels_of([50, 3]), batch_size=6, seed=0), epoch)
         rows = np.concatenate([b.rows for b in batches])
         assert len(set(rows.tolist())) == len(rows) == 48
     assert len(sampler) == 5
@@ -254,7 +242,7 @@ def test_random_batches_hold_every_image_once_an_epoch() -> None:
 
 def test_classes_come_equally_often_and_their_images_evenly_however_unequal_they_are() -> None:
     """By a loop, yetigurbuz/generalized-sum-pooling b765b889, tensorflow/framework/datasets/samplers.py:6-113."""
-    sampler = EqualClassBatchSampler(labels_of(SIZES), classes_per_batch=4, images_per_class=2, seed=0)
+    sampler = samplers.EqualClassBatchSampler(labels_of(SIZES), classes_per_batch=4, images_per_class=2, seed=0)
     average = sum(SIZES) / len(SIZES)
     rounds = int(average // 2) + (average % 2 > 0)  # pick_repeats
     batches = epoch_of(sampler, 0)
@@ -288,12 +276,14 @@ def test_epochs_of_libc_are_as_long_as_its_own(name: str, count: int, size: int,
     """Lengths of dvl-tum/intra_batch a1ae3de8, combine_sampler.py, run on classes of these sizes."""
     table = published_table(name)
     labels = table.labels[table.role == "train"]
-    sampler = SplitClassBatchSampler(labels, classes_per_batch=count, images_per_class=size, seed=0, vary_classes=vary)
+    sampler = samplers.SplitClassBatchSampler(
+        labels, classes_per_batch=count, images_per_class=size, seed=0, vary_classes=vary
+    )
     assert len(sampler) == length
 
 
 def test_groups_hold_every_image_and_are_completed_from_their_own_class() -> None:
-    sampler = SplitClassBatchSampler(labels_of(SIZES), classes_per_batch=3, images_per_class=4, seed=0)
+    sampler = samplers.SplitClassBatchSampler(labels_of(SIZES), classes_per_batch=3, images_per_class=4, seed=0)
     groups = np.concatenate([b.rows for b in epoch_of(sampler, 1)]).reshape(-1, 4)
     labels = sampler.labels[groups]
     assert (labels == labels[:, :1]).all()
@@ -307,7 +297,9 @@ def test_groups_hold_every_image_and_are_completed_from_their_own_class() -> Non
 
 def test_batches_of_libc_may_have_another_number_of_classes_each_epoch() -> None:
     labels = labels_of([60] * 8)
-    sampler = SplitClassBatchSampler(labels, classes_per_batch=2, images_per_class=6, seed=0, vary_classes=True)
+    sampler = samplers.SplitClassBatchSampler(
+        labels, classes_per_batch=2, images_per_class=6, seed=0, vary_classes=True
+    )
     sizes = set()
     for epoch in range(12):
         rows = np.stack([b.rows for b in epoch_of(sampler, epoch)])
@@ -324,7 +316,7 @@ FULL_CLASSES = [[0, 1, 2], [0, 3, 4], [1, 2, 3], [0, 1, 4], [2, 3, 4], [0, 1, 2]
 
 
 def test_full_class_batches_have_the_classes_of_the_public_code() -> None:
-    sampler = FullClassBatchSampler(
+    sampler = samplers.FullClassBatchSampler(
         np.repeat(np.arange(5), [9, 4, 5, 2, 8]), classes_per_batch=3, images_per_class=2, seed=0
     )
     epoch = [next(sampler).rows for _ in range(len(sampler))]
@@ -337,4 +329,4 @@ def test_full_class_batches_have_the_classes_of_the_public_code() -> None:
 def test_full_class_epochs_are_as_long_as_the_public_codes(images: int, classes: int, steps: int) -> None:
     """Recorded likewise, m=4, batch_size=180, for images dealt to classes in turn."""
     labels = np.sort(np.arange(images) % classes)
-    assert len(FullClassBatchSampler(labels, classes_per_batch=45, images_per_class=4, seed=0)) == steps
+    assert len(samplers.FullClassBatchSampler(labels, classes_per_batch=45, images_per_class=4, seed=0)) == steps

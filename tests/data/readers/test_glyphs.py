@@ -10,15 +10,7 @@ from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
 from dmlbench.data.readers import glyphs as module
-from dmlbench.data.readers.glyphs import (
-    common_characters,
-    distinct_letters,
-    face_files,
-    glyphs,
-    glyphs_collage,
-    master_glyphs,
-    nuisance_pools,
-)
+from dmlbench.data.readers.glyphs import glyphs, glyphs_collage
 from dmlbench.types import ConfigError, ImageTable
 
 SMALL = {"num_classes": 8, "images_per_class": 3}
@@ -35,31 +27,31 @@ def drawn(code: int, file: Path) -> bytes:
 
 
 def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> None:
-    codes = distinct_letters(200)
+    codes = module.distinct_letters(200)
     assert len(codes) == 200
     assert list(codes) == sorted(codes)
     assert "".join(map(chr, codes[:54])) == "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyzªµ"
     assert all(unicodedata.category(chr(code)).startswith("L") for code in codes)
-    for file in face_files():
+    for file in module.face_files():
         assert set(codes) <= set(FT2Font(str(file)).get_charmap())
     # Whatever was skipped below the last letter is a twin of a letter before it in every face.
-    letters = [c for c in common_characters() if c <= codes[-1] and unicodedata.category(chr(c)).startswith("L")]
+    letters = [c for c in module.common_characters() if c <= codes[-1] and unicodedata.category(chr(c)).startswith("L")]
     skipped = sorted(set(letters) - set(codes))
     assert [chr(c) for c in skipped] == ["Đ"]  # looks like Ð
     for code in skipped:
-        assert any(all(drawn(code, f) == drawn(twin, f) for f in face_files()) for twin in codes if twin < code)
+        assert any(all(drawn(code, f) == drawn(twin, f) for f in module.face_files()) for twin in codes if twin < code)
 
 
 def test_nuisance_symbols_are_common_not_letters_and_apart_for_train_and_test() -> None:
-    train, test = nuisance_pools()
+    train, test = module.nuisance_pools()
     assert not set(train) & set(test)
     assert abs(len(train) - len(test)) <= 1
     assert len(train) >= 40
     everything = train + test
     assert len(set(everything)) == len(everything)
-    assert {ord(c) for c in everything} <= set(common_characters())
+    assert {ord(c) for c in everything} <= set(module.common_characters())
     assert not any(unicodedata.category(c).startswith("L") for c in everything)
-    inks = master_glyphs(tuple(map(ord, everything)), 32)
+    inks = module.master_glyphs(tuple(map(ord, everything)), 32)
     assert (inks > 127).sum(axis=(2, 3)).min() >= 25
 
 
@@ -102,7 +94,7 @@ def test_an_image_does_not_depend_on_how_many_are_asked_for_or_rendered_at_once(
 
 
 def test_warping_equals_a_naive_loop_over_pixels() -> None:
-    masters = master_glyphs((ord("R"), ord("g")), 40)
+    masters = module.master_glyphs((ord("R"), ord("g")), 40)
     edge, side = masters.shape[-1], 32
     style = module.GlyphStyle((0.9, 1.3), 150.0, 0.2, (0, 0), (0, 0), (0, 0))
     draws = np.array([[0.3, 0.1, 0.6, 0.75, 0.4], [0.8, 0.9, 0.1, 0.5, 1.0 - 1e-9]])
@@ -160,7 +152,7 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
 
     monkeypatch.setattr(module, "_warp", spy)
     glyphs_collage(cache_dir=tmp_path, num_classes=6, images_per_class=20)
-    train, test = nuisance_pools()
+    train, test = module.nuisance_pools()
     quadrants = set()
     for i, cells in enumerate(seen):
         label = i // 20

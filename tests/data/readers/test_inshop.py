@@ -79,7 +79,6 @@ def test_images_of_the_papers_come_before_the_large_ones(tmp_path: Path) -> None
     [
         (("img/MEN/Denim/id_9/x.jpg", "id_9", "test"), r"line 9 of '.*' has the evaluation_status 'test', expected"),
         (("MEN/Denim/id_9/x.jpg", "id_9", "train"), r"line 9 of '.*' has the image_name 'MEN.*', expected img/<gen"),
-        (("img/MEN/Denim/id_9/x.jpg", "id_00000007", "train"), "1 classes both to train and to test on: id_00000007"),
     ],
 )
 def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, row: tuple[str, str, str], message: str) -> None:

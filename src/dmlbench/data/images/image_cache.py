@@ -6,7 +6,6 @@ reads it (0.2 ms).
 """
 
 import hashlib
-import itertools
 import json
 import logging
 import mmap
@@ -166,14 +165,15 @@ def _read_index(path: Path, header: dict[str, Any]) -> Index | None:
 
 def build_lock(path: Path, check: Callable[[], None]) -> AbstractContextManager[Any]:
     lock = FileLock(path.with_suffix(".lock"))
-    for attempt in itertools.count():
+    is_told = False
+    while True:
         try:
             return lock.acquire(timeout=0.2)
         except Timeout:
-            if attempt == 0:
+            if not is_told:
                 logger.info("another process is building %s (it holds %s); waiting for it", path, lock.lock_file)
+            is_told = True
             check()
-    raise AssertionError
 
 
 def _build(

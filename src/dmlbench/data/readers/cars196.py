@@ -14,24 +14,13 @@ from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 
 from dmlbench.data.image_table import Listing, Published
+from dmlbench.data.readers import layouts
 from dmlbench.data.readers.files import read_file
-from dmlbench.data.readers.layouts import (
-    SPLIT_FOLDERS,
-    Archive,
-    DataFolder,
-    Layout,
-    first_match,
-    images_in,
-    images_of_classes,
-    plain_name,
-    read_names,
-    resolve,
-    subfolders,
-)
+from dmlbench.data.readers.layouts import Archive, DataFolder, Layout
 from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
-NAMES = read_names("cars196")  # in published order, which is not the alphabetical one
-_CLASS_OF_KEY = {plain_name(name): number for number, name in enumerate(NAMES, start=1)}
+NAMES = layouts.read_names("cars196")  # in published order, which is not the alphabetical one
+_CLASS_OF_KEY = {layouts.plain_name(name): number for number, name in enumerate(NAMES, start=1)}
 
 _BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 _DEVKIT = ("devkit/", "car_devkit/devkit/", "car_devkit/", "")
@@ -69,17 +58,17 @@ def _of_car_ims(folder: Path) -> Listing:
     _check_names(file)
     paths, published, boxes = _annotations(file, "relative_im_path")
     originals = Originals(boxes=boxes, boxes_from=file.name)
-    return _listing(resolve(folder, "car_ims/car_ims|car_ims").parent, paths, published, originals)
+    return _listing(layouts.resolve(folder, "car_ims/car_ims|car_ims").parent, paths, published, originals)
 
 
 def _of_train_and_test(folder: Path) -> Listing:
-    if meta := first_match(folder, _META):
+    if meta := layouts.first_match(folder, _META):
         _check_names(meta)
     paths: list[str] = []
     classes, boxes = [], []
-    for part, file in (("cars_train", resolve(folder, _TRAIN_LABELS)), ("cars_test", _test_labels(folder))):
+    for part, file in (("cars_train", layouts.resolve(folder, _TRAIN_LABELS)), ("cars_test", _test_labels(folder))):
         names, published, boxes_of_part = _annotations(file, "fname")
-        images = resolve(folder, f"{part}/{part}|{part}").relative_to(folder).as_posix()
+        images = layouts.resolve(folder, f"{part}/{part}|{part}").relative_to(folder).as_posix()
         paths += [f"{images}/{name}" for name in names]
         classes.append(published)
         boxes.append(boxes_of_part)
@@ -89,36 +78,37 @@ def _of_train_and_test(folder: Path) -> Listing:
 
 def _test_labels(folder: Path) -> Path:
     """The annotations of ``cars_test`` that have classes."""
-    if file := first_match(folder, _TEST_LABELS):
+    if file := layouts.first_match(folder, _TEST_LABELS):
         return file
-    file = first_match(folder, _TEST_BOXES)
+    file = layouts.first_match(folder, _TEST_BOXES)
     if file and "class" in (_read(file, "annotations").dtype.names or ()):
         return file
     # The boxes of cars_annos.mat do not decide it: 14 test images share their box with an image of another class.
     found = f"'{file}' has boxes but no classes" if file else "there is no list of its images"
     raise DataError(
         f"Cars196 in '{folder}' has no classes for cars_test: {found}; put cars_test_annos_withlabels.mat into "
-        f"'{resolve(folder, _TRAIN_LABELS).parent}' (cars_annos.mat numbers the images differently: it cannot help)"
+        f"'{layouts.resolve(folder, _TRAIN_LABELS).parent}' (cars_annos.mat numbers the images differently: it cannot "
+        "help)"
     )
 
 
 def _of_class_folders(folder: Path, *, parts: Sequence[str]) -> Listing:
-    paths, published = images_of_classes(folder, _class_of, parts=parts)
+    paths, published = layouts.images_of_classes(folder, _class_of, parts=parts)
     for part in parts:
-        for outer in subfolders(folder / part) if (folder / part).is_dir() else ():
+        for outer in layouts.subfolders(folder / part) if (folder / part).is_dir() else ():
             # One class may be nested, where its name's slash became the folders 'Ram C' and 'V Cargo Van'.
-            if plain_name(outer) not in _CLASS_OF_KEY:
-                for inner in subfolders(folder / part / outer):
-                    if number := _CLASS_OF_KEY.get(plain_name(outer + inner)):
+            if layouts.plain_name(outer) not in _CLASS_OF_KEY:
+                for inner in layouts.subfolders(folder / part / outer):
+                    if number := _CLASS_OF_KEY.get(layouts.plain_name(outer + inner)):
                         nested = f"{part}/{outer}/{inner}".removeprefix("/")
-                        images = images_in(folder / nested)
+                        images = layouts.images_in(folder / nested)
                         paths += [f"{nested}/{image}" for image in images]
                         published += [number] * len(images)
     return _listing(folder, paths, np.array(published, dtype=np.int64), Originals())
 
 
 def _class_of(folder: Path) -> int:
-    if (number := _CLASS_OF_KEY.get(plain_name(folder.name))) is None:
+    if (number := _CLASS_OF_KEY.get(layouts.plain_name(folder.name))) is None:
         near = get_close_matches(folder.name, NAMES, n=1)
         hint = f" (nearest is '{near[0]}')" if near else ""
         raise DataError(
@@ -165,7 +155,7 @@ def _unreadable(file: Path, error: Exception) -> DataError:
 
 
 def _has_class_folders(folder: Path) -> bool:
-    return folder.is_dir() and any(plain_name(name) in _CLASS_OF_KEY for name in subfolders(folder))
+    return folder.is_dir() and any(layouts.plain_name(name) in _CLASS_OF_KEY for name in layouts.subfolders(folder))
 
 
 FOLDER = DataFolder(
@@ -186,7 +176,7 @@ FOLDER = DataFolder(
         Layout(
             "class folders in train and test",
             ("train", "test"),
-            partial(_of_class_folders, parts=SPLIT_FOLDERS),
+            partial(_of_class_folders, parts=layouts.SPLIT_FOLDERS),
             lambda folder: all(_has_class_folders(folder / part) for part in ("train", "test")),
         ),
     ),
