@@ -10,6 +10,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from omegaconf import DictConfig
 
 from dmlbench.cli.main import main
 
@@ -34,6 +35,22 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return error if code else out
 
     return run
+
+
+@pytest.fixture
+def train_configs(
+    command: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., list[DictConfig]]:
+    """Configurations that ``dmlbench train`` would run in ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+
+    def composed(*arguments: str) -> list[DictConfig]:
+        found: list[DictConfig] = []
+        monkeypatch.setattr("dmlbench.runner.run", lambda cfg: found.append(cfg.copy()))
+        command("train", *arguments)
+        return found
+
+    return composed
 
 
 @pytest.fixture(scope="session")

@@ -16,16 +16,13 @@ RUNTIME = {
 
 
 @pytest.fixture
-def stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command):
+def stored(train_configs):
     """The configuration that ``dmlbench train`` would store."""
-    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> dict:
-        found = []
-        monkeypatch.setattr("dmlbench.runner.run", lambda cfg: found.append(cfg.copy()))
-        command("train", *arguments)
-        found[0].runtime.update(RUNTIME)
-        return OmegaConf.to_container(found[0], resolve=True)
+        cfg, *_ = train_configs(*arguments)  # the first of a grid
+        cfg.runtime.update(RUNTIME)
+        return OmegaConf.to_container(cfg, resolve=True)
 
     return run
 

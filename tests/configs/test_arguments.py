@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from dmlbench.checks import check
 from dmlbench.cli.arguments import for_hydra, parse
 from dmlbench.cli.commands import OODML, STUDIES
 from dmlbench.cli.main import COMMANDS
 from dmlbench.config import compose, schema_of
+from dmlbench.identity import config_id
+
+LOSSES = "pytorch_metric_learning.losses."
+PROXIES = ("loss.num_classes=${runtime.num_classes}", "loss.embedding_size=${runtime.embedding_size}")
 
 
 def hydra_takes(command: str, *arguments: str) -> list[str]:
@@ -112,7 +117,7 @@ def test_every_command_shows_examples_and_lists_its_keys(command, tmp_path, monk
         assert key in error.partition("known: ")[2]
 
 
-def test_a_module_beside_the_user_s_configuration_is_found(command, tmp_path, monkeypatch) -> None:
+def test_a_module_beside_the_user_s_configuration_is_found(composed, tmp_path, monkeypatch) -> None:
     name = "my_module_beside"
     (tmp_path / f"{name}.py").write_text(
         "from pytorch_metric_learning.losses import ContrastiveLoss\nclass MyLoss(ContrastiveLoss):\n    pass\n"
@@ -120,18 +125,69 @@ def test_a_module_beside_the_user_s_configuration_is_found(command, tmp_path, mo
     folder = tmp_path / "my_conf"
     (folder / "loss").mkdir(parents=True)
     (folder / "loss" / "mine.yaml").write_text(f"_target_: {name}.MyLoss\npos_margin: 0.1\nneg_margin: 1.0\n")
-    monkeypatch.chdir(tmp_path)
-    taken = []
-
-    def run(cfg) -> str:
-        from dmlbench.checks import check
-
-        check(cfg)
-        taken.append(cfg.loss)
-        return "nowhere"
-
-    monkeypatch.setattr("dmlbench.runner.run", run)
     monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
-    command("train", "--config-dir", "my_conf", "loss=mine", "loss.neg_margin=0.5")
-    assert taken[0]._target_ == f"{name}.MyLoss"
-    assert dict(taken[0])["neg_margin"] == 0.5
+    loss = composed("--config-dir", "my_conf", "loss=mine", "loss.neg_margin=0.5").loss
+    assert loss._target_ == f"{name}.MyLoss"
+    assert dict(loss)["neg_margin"] == 0.5
+
+
+@pytest.fixture
+def composed(train_configs):
+    """Checked configurations as ``dmlbench train`` would run them."""
+
+    def run(*arguments: str):
+        found = train_configs(*arguments)
+        for cfg in found:
+            check(cfg.copy())
+        return found[0] if len(found) == 1 else found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("CircleLoss", ("loss.m=0.3", "loss.gamma=64")),
+        ("ContrastiveLoss", ("loss.neg_margin=0.7",)),
+        ("SignalToNoiseRatioContrastiveLoss", ()),
+        ("CosFaceLoss", (*PROXIES, "loss.scale=30")),
+    ],
+)
+def test_a_loss_of_another_library_takes_its_own_arguments_alone(composed, name: str, arguments) -> None:
+    cfg = composed(f"loss._target_={LOSSES}{name}", *arguments)
+
+    expected = {argument.partition("=")[0].removeprefix("loss.") for argument in arguments}
+    assert set(cfg.loss) - {"_target_"} == expected
+
+    assert cfg.runtime.choices.loss == name
+    assert f"-{name}-" in config_id(cfg)
+
+
+def test_reducers_and_miners_come_by_their_names_as_well(composed) -> None:
+    cfg = composed(
+        "loss=triplet", "loss.reducer._target_=pytorch_metric_learning.reducers.ThresholdReducer",
+        "loss.reducer.low=0.1", "miner._target_=pytorch_metric_learning.miners.TripletMarginMiner", "miner.margin=0.1",
+    )  # fmt: skip
+    assert cfg.loss.reducer.low == 0.1
+    assert "margin" in cfg.loss  # the option's own component stays
+    assert cfg.runtime.choices.loss == "triplet"
+    assert dict(cfg.miner) == {"_target_": "pytorch_metric_learning.miners.TripletMarginMiner", "margin": 0.1}
+    assert cfg.runtime.choices.miner == "TripletMarginMiner"
+
+
+@pytest.mark.slow
+def test_interpolated_values_and_the_option_s_own_component_stay(composed) -> None:
+    cfg = composed("loss=proxy_anchor", f"loss._target_={LOSSES}ArcFaceLoss")
+    assert set(cfg.loss) == {"_target_", "num_classes", "embedding_size"}
+    own = composed("pooling=gsp")
+    again = composed("pooling=gsp", f"pooling._target_={own.pooling._target_}")
+    assert again.pooling == own.pooling
+    assert again.runtime.choices.pooling == "gsp"
+
+
+@pytest.mark.slow
+def test_sweeps_exchange_components_and_timm_s_models_have_their_names(composed) -> None:
+    configs = composed("-m", f"loss._target_={LOSSES}CircleLoss,{LOSSES}NTXentLoss", "fold=0")
+    assert [cfg.runtime.choices.loss for cfg in configs] == ["CircleLoss", "NTXentLoss"]
+    cfg = composed("backbone=timm", "backbone.name=resnet10t.c3_in1k", "backbone.pretrained=false")
+    assert cfg.runtime.choices.backbone == "resnet10t.c3_in1k"
