@@ -173,11 +173,11 @@ def _smaller(line: str, tmp_path: Path, data: Path) -> list[str]:
     if command == "train":
         smaller += SMALLER
         name = next((a.split("=")[1] for a in arguments if re.match("(dataset|experiment)=", a)), "glyphs")
-        if name in ("cub200", "cars196", "gsp_fair", "gsp/table2", "sop", "inshop", "folder"):
+        if name in ("cub200", "cars196", "gsp_fair", "gsp/table2", "sop", "inshop", "folder", "frozen_features"):
             smaller += PHOTOS
             if not any("weights_file" in a or "pretrained" in a or "resnet20" in a for a in arguments):
                 smaller += ["backbone.pretrained=false"]
-            if name.startswith("gsp"):
+            if name.startswith(("gsp", "frozen")):
                 smaller += ["fold=0", "repeat=0"]
         else:
             smaller += BATCHES

@@ -159,7 +159,10 @@ def proxy_anchor_of_distances(distances: Tensor, same: Tensor, *, alpha: float, 
 def checked_weights(level_weights: Sequence[float], final_weight: float, distance: LeveledDistance) -> list[float]:
     weights = [float(weight) for weight in level_weights]
     if len(weights) != distance.num_levels:
-        raise ConfigError(f"level_weights: got {weights}, expected {distance.num_levels} numbers, one for each level.")
+        raise ConfigError(
+            f"level_weights: got {weights}, expected one number for each of the {distance.num_levels} levels. "
+            f"Set loss.level_weights={[1.0] * distance.num_levels}."
+        )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
             f"level_weights, final_weight: got {weights} and {final_weight}, expected at least 0 and a positive level."
