@@ -280,36 +280,28 @@ def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
                 assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, anchor
 
 
-README_ROWS = {
-    "average, untrained": "gap (untrained)", "maximum": "gmp", "average + maximum": "gap_gmp", "average": "gap",
-    "GeM": "gem", "GSP": "gsp", "GSP with zero-shot loss": "gsp_zsr",
-}  # fmt: skip
+README_ROWS = {"GAP": "gap", "GMP": "gmp", "GAP + GMP": "gap_gmp", "GeM": "gem", "GSP": "gsp"}
+README_HEADS = (
+    "identity contrastive (untrained)",
+    *(f"learned_whitening contrastive head.out_features={width} (untrained)" for width in (128, 1280)),
+    *("linear contrastive", "linear proxy_anchor"),
+)
 
 
-def test_readme_has_the_numbers_of_the_published_tables(repository) -> None:
-    def configs(dataset: str) -> dict[str, str]:
-        with (repository / f"outputs/published/{dataset}/{dataset}-mlrc.csv").open(encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if "proxy_anchor" not in row["row"]]
-        assert all("NOT THE PUBLISHED DATA" in row["notes"] for row in rows)
-        columns = ("separated (128-D) P@1", "concatenated (512-D) P@1")
-        best = [max(float(row[f"{column} mean"]) for row in rows) for column in columns]
-        found = {}
-        for row in rows:
-            texts = []
-            for column, highest in zip(columns, best, strict=True):
-                mean, std = float(row[f"{column} mean"]), row[f"{column} std"]
-                text = f"{mean:.1f}" + (f" ± {float(std):.1f}" if std else "")
-                texts.append(f"**{text}**" if mean == highest else text)
-            found[row["row"].replace(" contrastive", "")] = " / ".join(texts)
-        return found
-
-    birds, cars = configs("cub200_2010"), configs("cars196")
+def test_readme_has_the_numbers_of_the_published_table(repository) -> None:
+    with (repository / "outputs/published/frozen_features/frozen_features.csv").open(encoding="utf-8") as file:
+        published = {row["row"].removesuffix(" head.init=glorot_uniform"): row for row in csv.DictReader(file)}
+    (column,) = (name[: -len(" P@1 mean")] for name in published["gap linear contrastive"] if
+                 name.startswith("separated") and name.endswith(" P@1 mean"))  # fmt: skip
     text = (repository / "README.md").read_text(encoding="utf-8")
-    assert "**not the published ones**" in text
-    table = text.split("## What has been measured")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, flags=re.MULTILINE)
-    assert rows[1:] == [(label, birds[row], cars[row]) for label, row in README_ROWS.items()]
-    assert set(README_ROWS.values()) == set(birds) == set(cars)
+    table = text.split("## Poolings and heads on a frozen backbone")[1].split("\n## ")[0]
+    _, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows] == list(README_ROWS)
+    for label, *cells in rows:
+        for head, cell in zip(README_HEADS, cells, strict=True):
+            row = published.get(f"{README_ROWS[label]} {head}")
+            scores = row and " / ".join(f"{float(row[f'{column} {metric} mean']):.1f}" for metric in ("P@1", "MAP@R"))
+            assert cell.strip("*") == (scores or "–"), (label, head)
 
 
 @pytest.mark.slow
