@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.apps.table_comparison import grid_tables, summarize
-from dmlbench.cli import status
+from dmlbench.cli.commands import status
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -85,7 +85,7 @@ def main() -> None:
         plan = planned()
     assert {run.state for run in plan.runs} == {"done"}
     with timed(f"status of {len(plan.runs)} runs"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        status.task(OmegaConf.create({"paths": {"output_dir": f"{given.folder}/out"}, "configs": "**", "state": None}))
+        status(OmegaConf.create({"paths": {"output_dir": f"{given.folder}/out"}, "configs": "**", "state": None}))
     for what in ("summaries", "summaries, nothing new"):
         with timed(what):
             summaries = summarize(plan, EvaluationSpec(metrics=("p_at_1", "map_at_r")))

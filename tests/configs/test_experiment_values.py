@@ -67,7 +67,7 @@ def of_gsp_fair(command: Command) -> Values:
         "backbone._target_": "dmlbench.models.bninception.BNInception", "regularizers": [],
         "head.out_features": 8192 if "64x128" in row else 128,
     }  # fmt: skip
-    if re.search("GSP|mu=|m=", row):
+    if re.search("GSP|mu=|m=|second row|third row", row):
         wanted |= {
             "pooling": "Gsp", "regularizers": ["zsr"], "regularizer.zsr.weight": 0.1, "regularizer.zsr.ridge": 0.05,
             "regularizer.zsr.softmax_scale": 9.5,
@@ -78,6 +78,11 @@ def of_gsp_fair(command: Command) -> Values:
         names = {"m": "pooling.num_prototypes", "mu": "pooling.transport_ratio", "epsilon": "pooling.smoothing",
                  "lambda": "regularizer.zsr.weight"}  # fmt: skip
         wanted |= {names[name]: float(number) for name, number in re.findall(r"(\w+)=([\d.]+)", row)}
+        if row == "second row":  # of table 1: the zero-shot loss alone, then GSP alone
+            wanted["pooling.transport_ratio"] = 1.0
+        elif row == "third row":
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("regularizer")}
+            wanted["regularizers"] = []
     elif "XML" in row:
         wanted |= {
             "pooling": "GapHistogram", "pooling.smoothing": 10.0, "pooling.num_prototypes": 64 if small else 128,
@@ -173,6 +178,9 @@ def of_proxynca_pp(command: Command) -> Values:
         wanted |= {"loss.temperature": 0.5, "rate of proxies": 0.4 if "fast" in has else rate}
     else:
         wanted |= {"loss.softmax_scale": 9.0 if "scale" in has else 1.0, "loss.assignment_probability": "prob" in has}
+    if command.table.endswith("appendix_d"):
+        del wanted["backbone.name"]
+        wanted |= {"head.out_features": 64, "transform.train.crop": 227, "loss.softmax_scale": 3.0}
     if score.dataset == "inshop":
         wanted |= {"schedule": None, "fit.validate_every": 850}
     else:

@@ -1,5 +1,6 @@
 import io
 import json
+import logging
 import random
 import resource
 import struct
@@ -117,7 +118,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypatch, capfd) -> None:
+def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypatch, capfd, caplog) -> None:
+    caplog.set_level(logging.WARNING, logger="dmlbench")  # other tests let its own messages through
     for name in ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     run_dir = tmp_path / "glyphs" / "mlrc" / "gsp-1234" / "fold2_rep1"
