@@ -136,6 +136,12 @@ SPECIES = {1: "Black_footed_Albatross", 100: "Brown_Pelican", 101: "White_Pelica
 IDS = {2010: ("2950163169", "xxx"), 2011: ("796111", "18")}
 
 
+def test_one_image_in_both_parts_of_a_split_is_an_error(tmp_path: Path) -> None:
+    touch(tmp_path, ["train/001.Albatross/a.jpg", "test/001.Albatross/a.jpg"])
+    with pytest.raises(DataError, match=r"'001\.Albatross/a\.jpg' is in several of train, test"):
+        cub200(tmp_path, check_counts=False)
+
+
 def images_of(year: int) -> list[str]:
     return [f"{c:03d}.{s}/{s}_{n:04d}_{i}.jpg" for c, s in SPECIES.items() for n, i in enumerate(IDS[year], start=1)]
 

@@ -108,6 +108,9 @@ def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) ->
         return int(match[1])
 
     paths, classes = images_of_classes(root, class_of, parts=parts)
+    for image, count in Counter(path.split("/", 1)[1] for path in paths if parts != ("",)).items():
+        if count > 1:
+            raise DataError(f"'{image}' is in several of {', '.join(parts)} in '{root}'; keep one of them")
     return Listing(
         root=root,
         paths=paths,
