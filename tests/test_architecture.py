@@ -29,3 +29,10 @@ def test_tracked_files_name_no_machine_and_no_package_index(repository: Path) ->
         path = repository / name
         if path.suffix in (".py", ".yaml", ".toml", ".md", ".txt", ".cff", ".sh", "") and path.is_file():
             assert not forbidden.search(path.read_text(encoding="utf-8", errors="ignore")), name
+
+
+def test_no_package_below_the_wiring_sees_a_configuration(repository: Path) -> None:
+    package = repository / "src" / "dmlbench"
+    for name in ("data", "models", "losses", "evaluation", "training", "results", "papers"):
+        for path in (package / name).rglob("*.py"):
+            assert not re.search(r"DictConfig|omegaconf|\bhydra\b", path.read_text(encoding="utf-8")), path

@@ -115,7 +115,7 @@ def test_a_name_that_is_taken_for_a_leftover_before_its_lock_is_not_used(tmp_pat
     assert removed and (tmp_path / "x").read_bytes() == b"whole"
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "cuda:00", "meta"])
 def test_unknown_device_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         runtime.select_device(name)
@@ -136,3 +136,17 @@ def test_a_pipe_is_refused_by_its_name_instead_of_waited_for(name: str, tmp_path
     os.mkfifo(tmp_path / name)
     with pytest.raises(RunError, match=rf"{name}.* is a pipe"):
         READERS[name](tmp_path / name)
+
+
+def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "result.json"
+    runtime.atomic_write(path, b"old")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        runtime.atomic_write(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]

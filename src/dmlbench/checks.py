@@ -48,7 +48,7 @@ def check_values(cfg: DictConfig) -> None:
     # Losses with vectors of the classes know both sizes; others compare images with each other.
     plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
     with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
-    for key in cfg.sampler.keys() & set(_BATCH_SIZES):
+    for key in (key for key in cfg.sampler if key in _BATCH_SIZES):
         if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
                 f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "

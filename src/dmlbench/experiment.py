@@ -137,7 +137,7 @@ class Setup:
         model.eval()
         for batch in self.batches(self.data.split.train):
             with autocast(self.device, self.settings.precision):
-                rows = model.pooled_features(batch.images.to(self.device))
+                rows = model.pooled_features(batch.images.to(self.device), exactly=False)
             if rows is None:
                 raise ConfigError(
                     f"head.init={model.projection.closed_form} needs pooled features, but "

@@ -128,7 +128,9 @@ class RecipeSource(ConfigSource):
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(config), {"package": "_global_"})
 
     def is_config(self, config_path: str) -> bool:
-        path = config_path.removesuffix(".yaml").split(",")[0].replace(_VALUES, f"{_FOLDER}/")
+        path = config_path.removesuffix(".yaml")
+        if path.startswith(_VALUES):
+            path = path.split(",")[0].replace(_VALUES, f"{_FOLDER}/")
         return path.count("/") == 1 and path.startswith(f"{_FOLDER}/") and (self.folders[0] / f"{path}.yaml").is_file()
 
     def is_group(self, config_path: str) -> bool:

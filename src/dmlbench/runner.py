@@ -237,9 +237,10 @@ def _result(
     setup = experiment.setup
     table, split = setup.data.table, setup.data.split
     groups = experiment.optimizer.param_groups if setup.settings.max_steps else []
-    queries = np.empty(0) if split.test is None else split.test.query
-    is_test_half = np.array_equal(queries, np.flatnonzero(np.isin(table.role, ("test", "query"))))
-    published = table.published_queries if is_test_half and table.published_queries != len(queries) else None
+    published = None
+    if split.test is not None and len(split.test.query) != table.published_queries:
+        is_test_half = np.array_equal(split.test.query, np.flatnonzero(np.isin(table.role, ("test", "query"))))
+        published = table.published_queries if is_test_half else None
     rerank = setup.rerank.description if test and setup.rerank is not None else None
     return {
         "config_id": config,

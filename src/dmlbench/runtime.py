@@ -10,7 +10,6 @@ import os
 import pickle
 import platform
 import random
-import re
 import resource
 import shutil
 import subprocess
@@ -82,9 +81,12 @@ def select_device(name: str) -> torch.device:
     """``auto`` is the first CUDA device where there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda[:N]")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda[:N]") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is not supported; use auto, cpu or cuda[:N]")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu"

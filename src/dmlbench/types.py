@@ -230,17 +230,17 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
 
 
-def check_positive(**values: float | None) -> None:
-    """Check that numbers are above 0 and finite; None is not set."""
+def check_positive(**values: float) -> None:
+    """Check that numbers are above 0 and finite."""
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
+        if not 0 < value < math.inf:
             raise ConfigError(f"{name}: got {value}, expected a positive number.")
 
 
-def check_at_least(least: float, **values: float | None) -> None:
-    """Check that numbers are finite and not below a limit; None is not set."""
+def check_at_least(least: float, **values: float) -> None:
+    """Check that numbers are finite and not below a limit."""
     for name, value in values.items():
-        if value is not None and not least <= value < math.inf:
+        if not least <= value < math.inf:
             raise ConfigError(f"{name}: got {value}, expected at least {least}.")
 
 

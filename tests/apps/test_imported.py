@@ -88,6 +88,9 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
         ({"ids": None, "labels": np.zeros(24, int)}, "label 0 stands for"),
         ({"ids": np.arange(10, 34)}, r"has the id 10, expected the row of each test image of .*: here 24 to 47"),
         ({"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)}, "has 5 query rows, .* 24"),
+        ({"ids": None, "labels": [*in_order, 0]}, r"got rows \(24, \d+\), labels \(25,\)"),
+        ({"ids": None, "labels": in_order[1:]}, r"got rows \(24, \d+\), labels \(23,\)"),
+        ({"rows": np.full((24, 2), np.nan, np.float32)}, r"holds NaN or infinity \(24 of 24"),
     ):
         write(tmp_path, table, **changed)
         with pytest.raises(RunError, match=message):

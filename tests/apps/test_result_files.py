@@ -62,7 +62,13 @@ def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
     # two degrees of freedom, t = 0.025 / 0.0035355 and 0.005 / 0.0035355: p 0.0194 and 0.2929, times 2 and 1
     assert "net-gsp-2    57.50    +2.50  [+0.98, +4.02]       0.039" in text
     assert "net-gem-3    54.50    -0.50  [-2.02, +1.02]        0.29" in text
-    assert "p corrected over 2 configs" in text
+    assert "p corrected over 2 configs" in text and "percent; 4 pairs of runs, t over repeats within folds" in text
+    assert "DIFFERENT SETTINGS: fit.max_steps: 100 (gap); 300 (gsp)" in text
+    write(tmp_path, "net-few-4", 0, 0, 0.5)
+    few = [compare_configs(str(tmp_path), ["*gap*", other], P_AT_1, allow_partial=True) for other in ("*gsp*", "*few*")]
+    text = differences_text(few)
+    assert "p corrected over 1 configs" in text
+    assert "1 pairs of runs, t over folds (net-few-4)" in text and "4 pairs of runs" in text
 
 
 def test_partial_configs_are_refused_or_said(tmp_path: Path) -> None:

@@ -178,3 +178,11 @@ def test_check_split_finds_what_overlaps() -> None:
 def test_class_index_renumbers_training_labels() -> None:
     table = table_of(8, 4)
     assert class_index(table, MlrcMusgrave().split(table, fold=1).train).tolist() == [-1, 0, 1, 2, -1, -1, -1, -1]
+
+
+def test_a_data_set_without_test_rows_is_refused_except_by_hpo() -> None:
+    table = table_of(10, 10)
+    for protocol in (Mlrc(), Conventional()):
+        with pytest.raises(DataError, match=r"(test|validation) set of .* is empty"):
+            protocol.split(table, fold=0)
+    assert Hpo().split(table, fold=0).test is None

@@ -189,6 +189,8 @@ def test_more_starts_and_steps_and_kmeans_plus_plus_find_tighter_clusters(librar
 @pytest.mark.parametrize("settings", [KmeansSettings(library="faiss"), dataclasses.replace(PROXYNCA_PP, seed=3)])
 def test_results_name_settings_so_that_they_can_be_read_again(settings: KmeansSettings) -> None:
     assert clustering.kmeans_of(str(settings)) == settings == clustering.kmeans_of(f"{settings} on a GPU")
+    with pytest.raises(ConfigError, match="kmeans: got 'something else'"):
+        clustering.kmeans_of("something else")
     assert str(PROXYNCA_PP) == "scikit-learn, k-means++, 10 starts, 300 steps, seed 0"
 
 

@@ -332,3 +332,11 @@ def test_tables_read_back_to_the_same_numbers() -> None:
     assert list(back) == list(table)
     for name in table:
         np.testing.assert_array_equal([float(text) for text in back[name]], table[name])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_equal_loops_on_duplicates_near_ties_and_one_image_classes(seed: int) -> None:
+    queries = difficult_set(seed)
+    result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2, 5, 500)))
+    assert result.n_skipped_queries >= 3
+    assert_equals_loops(result, by_loops(queries, None, (1, 2, 5, 500)))

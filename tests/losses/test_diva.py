@@ -196,3 +196,38 @@ def test_one_near_key_leaves_the_shares_of_others_as_they_are_in_float32(shares:
         found.append((value, torch.autograd.grad(value, output.embedding)[0]))
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_the_decorrelation_are_reversed_for_embeddings_alone(golden_dir: Path, case: str) -> None:
+    values, _ = recorded(golden_dir, case)
+    torch.manual_seed(0)
+    rows = values["embeddings"].requires_grad_()
+    module = PartDecorrelation(1.0, rows.shape[1], hidden_size=3).double()
+    parts = unit_parts(rows)
+    plain = sum(
+        -(parts["discriminative"] * normalize(module.regressors[name](parts[name]))).square().mean()
+        for name in ("shared", "self_similarity", "intra")
+    )
+    value = module(ModelOutput(rows), values["labels"], no_loss)
+    torch.testing.assert_close(value, plain)
+    ours, naive = (torch.autograd.grad(x, [rows, *module.parameters()]) for x in (value, plain))
+    torch.testing.assert_close(ours[0], -naive[0])
+    for mine, wanted in zip(ours[1:], naive[1:], strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_the_loss_normalizes_each_part_by_itself() -> None:
+    torch.manual_seed(0)
+    rows, labels = torch.randn(8, 12), torch.arange(4).repeat_interleave(2)
+    loss = Diva(4, 12)
+    scaled = rows * torch.tensor([0.5, 3.0, 2.0, 1.5]).repeat_interleave(3)
+    values = []
+    for each in (rows, scaled):
+        torch.manual_seed(3)
+        values.append(loss(each, labels))
+    torch.testing.assert_close(*values)
+    # nothing is learned of the fourth part here
+    gradient = torch.autograd.grad(loss(rows.requires_grad_(), labels), rows)[0].unflatten(1, (4, 3)).abs().sum((0, 2))
+    assert gradient[PARTS.index("self_similarity")] == 0
+    assert (gradient[[0, 1, 3]] > 0).all()

@@ -104,3 +104,39 @@ def test_the_first_weights_are_drawn_as_the_public_code_draws_them() -> None:
     # With these the refined part is that of chance, log C.
     refined = Libc(50, 64, backbone_weight=0.0)(torch.randn(16, 64), torch.arange(16))
     assert refined.item() == pytest.approx(math.log(50), abs=0.05)
+
+
+def test_backbone_part_alone_sees_lengths_and_refined_part_alone_the_batch() -> None:
+    x, longer, other = batch_of(), batch_of(), batch_of()
+    longer[0] *= 3
+    other[-1] = -other[-1]
+    for backbone, refined in ((1.0, 0.0), (0.0, 1.0)):
+        loss = loss_of(backbone_weight=backbone, refined_weight=refined)
+        torch.nn.init.normal_(loss.refined_classifier.weight)
+        value = loss(x, LABELS)
+        assert torch.isclose(loss(longer, LABELS), value) == bool(refined)
+        gradients = []
+        for batch in (x, other):
+            inputs = batch.clone().requires_grad_()
+            gradients.append(torch.autograd.grad(loss(inputs, LABELS), inputs)[0][0])
+        assert torch.allclose(*gradients) == bool(backbone)
+
+
+def test_a_part_of_weight_0_is_not_computed() -> None:
+    x = batch_of()
+    alone = loss_of(dropout=0.1, refined_weight=0.0)
+    with torch.no_grad():
+        alone.enter.weight.fill_(torch.nan)
+    state = torch.get_rng_state()
+    value = alone(x, LABELS)
+    assert torch.equal(torch.get_rng_state(), state)  # no dropout
+    value.backward()
+    assert value == alone._cross_entropy(alone.classifier(x), LABELS)
+    assert {name for name, p in alone.named_parameters() if p.grad is not None} == {
+        "classifier.weight",
+        "classifier.bias",
+    }
+    assert alone(x[:1], LABELS[:1]).isfinite()  # one image is a batch
+    refined = loss_of(backbone_weight=0.0)
+    refined(x, LABELS).backward()
+    assert refined.classifier.weight.grad is None

@@ -1,5 +1,6 @@
 """Metrix: equal to the public code of the contrastive loss and to loops over the paper's equations, and resumable."""
 
+import copy
 import itertools
 import json
 
@@ -214,3 +215,22 @@ def test_objective_knows_what_is_wrapped() -> None:
         objective.check_labels(torch.tensor([0, 6]))
     assert objective._plain_loss(x.float(), y) == metrix.loss(x.float(), y)
     assert objective(ModelOutput(x), y, step=1)["loss"] != metrix.loss(x.float(), y)
+
+
+def steps(metrix: Metrix, start: int, stop: int) -> list[float]:
+    x, y = batch("balanced")
+    return [metrix(x * (1 + 0.1 * i) + 0.05 * i, y).item() for i in range(start, stop)]
+
+
+@pytest.mark.parametrize("name", ["contrastive", "multi_similarity", "proxy_anchor"])
+def test_resumes_exactly(name: str) -> None:
+    expected = steps(whole := Metrix(wrapped(name)), 0, 6)
+    assert len(set(expected)) == 6
+    for stop in range(1, 6):
+        first = Metrix(wrapped(name))
+        first.load_state_dict({**first.state_dict(), "seed": whole.seed})
+        assert steps(first, 0, stop) == expected[:stop]
+        torch.manual_seed(99)
+        again = Metrix(wrapped(name))
+        again.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert steps(again, stop, 6) == expected[stop:]

@@ -132,3 +132,10 @@ def test_positives_are_drawn_evenly_from_the_other_images_of_the_class(miner: to
     counts = torch.bincount(drawn, minlength=24)
     assert set(counts.nonzero()[:, 0].tolist()) == {4, 8, 12, 16, 20}
     assert counts.max() < 140  # 100 expected, standard deviation 9
+
+
+def test_without_switching_the_triplets_are_the_miners() -> None:
+    plain = TripletMarginMiner(margin=0.2)
+    expected = plain(embeddings(), LABELS)
+    actual = SwitchedNegatives(plain, switch_probability=0.0)(embeddings(), LABELS)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dmlbench import build
 from dmlbench.config import compose
 from dmlbench.losses import cross_batch
-from dmlbench.losses.cross_batch import ClassSplits, CrossBatchRegularizer, Halves, cross_batch_loss
+from dmlbench.losses.cross_batch import ClassSplits, CrossBatchRegularizer, Halves, cross_batch_loss, ridge_predict
 from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.zero_shot import ZeroShotRegularizer, zero_shot_loss
@@ -315,3 +315,28 @@ def test_a_pooling_without_prototypes_is_refused() -> None:
         OmegaConf.update(cfg, "runtime.num_classes", 4)
         with pytest.raises(ConfigError, match=rf"regularizer '{name}' needs"):
             build.build_objective(cfg, build.build_model(cfg))
+
+
+def test_ridge_fit_minimizes_its_objective() -> None:
+    z, y = histograms(9, 4), random(9, 3)
+    fit = ridge_predict(z, y, torch.eye(4, dtype=z.dtype), ridge=0.05).T.requires_grad_()  # [D, m]
+    objective = (fit @ z.T - y.T).square().sum() + 0.05 * fit.square().sum()
+    close(gradients(objective, [fit])[0], torch.zeros_like(fit))
+
+
+def test_every_pairing_of_classes_is_drawn_equally_often() -> None:
+    torch.manual_seed(0)
+    counts: dict[tuple[int, ...], int] = {}
+    for first, _ in ClassSplits(3000)(labels(8)):
+        pair = tuple(sorted(set(labels(8)[first].tolist())))
+        counts[pair] = counts.get(pair, 0) + 1
+    assert len(counts) == 6 and all(abs(count - 500) < 100 for count in counts.values())
+
+
+@pytest.mark.parametrize("classes", [2, 5, 8])
+def test_alternating_halves_of_some_classes_are_disjoint_and_balanced(classes: int) -> None:
+    drawn = torch.randperm(75, generator=torch.Generator().manual_seed(classes))[:classes]
+    of = drawn.repeat_interleave(4)
+    ((first, second),) = ClassSplits(halves="alternate")(of)
+    assert not set(of[first].tolist()) & set(of[second].tolist())
+    assert len(first) - len(second) == 4 * (classes % 2)

@@ -91,3 +91,22 @@ def test_the_discriminator_learns_in_every_nth_batch_of_training_also_after_a_re
     again.load_state_dict(prior.state_dict())
     for one in (prior.train(), again):
         assert [learns(one) for _ in range(3)] == [False, True, False]
+
+
+def test_fewer_features_than_a_chunk_are_one_and_nan_stays_nan() -> None:
+    prior = prior_of(6)
+    assert prior.chunk_size == 6
+    assert value_of(prior, torch.full((2, 6), torch.nan, dtype=torch.float64)).isnan()
+
+
+def test_features_come_nearer_to_uniform_ones() -> None:
+    """Narrow features spread out: their entries' variance comes nearer to a uniform distribution's, 1/3."""
+    torch.manual_seed(0)
+    prior = UniformPrior(1.0, 2, chunk_size=2, hidden_size=16, discriminator_interval=1)
+    features = nn.Parameter(0.1 * torch.randn(256, 2))
+    optimizer = torch.optim.Adam([features, *prior.parameters()], lr=0.01)
+    for _ in range(400):
+        optimizer.zero_grad()
+        value_of(prior, features).backward()
+        optimizer.step()
+    assert abs(float(features.detach().var()) - 1 / 3) < 0.1

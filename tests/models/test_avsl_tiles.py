@@ -203,3 +203,16 @@ def test_arrays_are_few_and_do_not_grow_with_the_pairs():
         tiles(rows_of(distance, count), rows_of(distance, count, seed=1))
         assert sum(array.nbytes for array in vars(tiles._buffers).values()) == tiles.working_bytes
     assert AvslTiles(distance, buffer_bytes=1).working_bytes == tiles.working_bytes  # of 16 pairs, the least
+
+
+def test_float64_tiles_of_a_float32_distance_are_exact():
+    single = trained().float()
+    x = rows_of(single, 8).float()
+    exact = single.tiles(dtype=torch.float64)(x, x)
+    assert_allclose(exact, all_pairs(trained().float().double(), x.double(), x.double()), rtol=1e-12, atol=1e-14)
+
+
+def test_a_tile_is_the_transposed_one_up_to_rounding():
+    tiles = trained(level_size=64).float().tiles()
+    x = rows_of(trained(level_size=64), 40).float()
+    assert_allclose(tiles(x[:15], x[15:]), tiles(x[15:], x[:15]).T, rtol=1e-5, atol=1e-7)

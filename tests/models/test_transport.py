@@ -230,3 +230,25 @@ def test_the_offset_is_the_root_for_even_clustered_and_equal_masses(pixels: int,
                 tolerance = 1e-12 if dtype is torch.float64 else rounding / min(1.0, 4 - 4 * ratio)
                 found = torch.sigmoid(_solve_logits(rows, ratio)).double()
                 assert (found - wanted).abs().max() <= tolerance, (name, ratio, dtype)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_share_is_met_for_masses_of_every_spread(spread: float, dtype: torch.dtype) -> None:
+    """One prototype makes l_j = -epsilon c_j whatever it may be: groups, ties, outliers, many scales."""
+    generator = torch.Generator().manual_seed(11)
+    for pixels, ratio in itertools.product(
+        (1, 2, 5, 49, 196), (0.01, 0.1, 0.25, 0.3, 0.5, 0.95, 0.999, 1 - 1e-12, 1 - 2**-53)
+    ):
+        groups = torch.randint(0, 4, (8, pixels), generator=generator) + 1e-3 * torch.rand(8, pixels)
+        scales = torch.empty(8, pixels).exponential_(generator=generator)
+        single = torch.zeros(8, pixels)
+        single[:, 0] = 1
+        for cost in (groups, scales, single, 1 - single):
+            cost = (spread * cost).to(dtype)[:, None, :]
+            plan = transport_weights(cost, transport_ratio=ratio, smoothing=1.0)
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+            assert torch.allclose(plan.weights.sum(dim=1), torch.ones(8, dtype=dtype), atol=tolerance / ratio)
+            # Nearer pixels never weigh less, beyond rounding.
+            ordered = plan.weights.gather(1, cost[:, 0].argsort(dim=1))
+            assert bool((ordered.diff(dim=1) <= tolerance / (ratio * pixels)).all())

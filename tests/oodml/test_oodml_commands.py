@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dmlbench.cli.main import main
 from dmlbench.config import compose
@@ -64,6 +64,15 @@ def test_splits_are_disjoint_grow_apart_and_are_reproducible(folder: Path, capsy
     assert dmlbench("oodml", "splits", *SPLITS, *places(folder), "points=0", f"also={path}") == 0
     assert path.read_bytes() == before
     assert "halves of the same classes, drawn at random" in capsys.readouterr().out
+
+
+def test_kept_features_of_another_shape_are_computed_again(folder: Path) -> None:
+    (kept,) = (folder / "cache" / "features").glob("*.safetensors")
+    features, before = load_file(kept), splits_of(folder).read_bytes()
+    save_file({"rows": features["rows"][1:]}, kept)
+    assert dmlbench("oodml", "splits", *SPLITS, *places(folder), "points=0") == 0
+    assert splits_of(folder).read_bytes() == before
+    np.testing.assert_array_equal(load_file(kept)["rows"], features["rows"])
 
 
 def test_given_splits_are_measured_as_they_were_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dmlbench.oodml.frechet import frechet_distance
-from dmlbench.oodml.sequence import ClassFeatures, Step, exchange, pick_evenly, removal
+from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
 from dmlbench.types import DataError
 
 CASES = ["swap0", "swap1", "swap2", "removal0", "removal1"]
@@ -114,3 +114,12 @@ def test_a_way_ends_when_no_class_is_left_to_exchange() -> None:
     features = classes_of_images("class_means")
     found = list(exchange(features, range(3), range(20, 24), steps=50, per_step=1, memory=100))
     assert [step.count for step in found] == [0, 1, 2, 3]
+
+
+def test_halves_of_the_same_classes_are_nearer() -> None:
+    features = classes_of_images("samples")
+    alike = [alike_halves(features, range(40), seed=seed) for seed in range(3)]
+    (default,) = exchange(features, range(20), range(20, 40), steps=0)
+    assert max(alike) < default.distance
+    assert len(set(alike)) == 3
+    assert alike[0] == alike_halves(features, range(40), seed=0)

@@ -28,7 +28,7 @@ from dmlbench.results.store import (
     read_result,
     write_result,
 )
-from dmlbench.runtime import derive_seed
+from dmlbench.runtime import derive_seed, write_json
 from dmlbench.types import EmbeddingSet, RunError
 
 
@@ -308,6 +308,8 @@ def test_a_damaged_summary_is_said_and_made_again(tmp_path, caplog, content) -> 
     (config_dir / AGGREGATE).write_bytes(content.encode("latin-1"))
     assert read_aggregate(config_dir) is None
     assert f"{AGGREGATE} is damaged (" in caplog.text
+    write_json(config_dir / AGGREGATE, {key: value for key, value in summary.items() if key != "missing"})
+    assert read_aggregate(config_dir) is None and "it lacks missing" in caplog.text
     with pytest.raises(RunError, match="is not aggregated; run `dmlbench aggregate"):
         find_configs(str(tmp_path), "**", EvaluationSpec())
     assert aggregate_config(runs, progress=False) == summary == read_aggregate(config_dir)
@@ -360,3 +362,10 @@ def test_stored_collections_keep_their_bits(tmp_path) -> None:
     assert before is not None
     assert (again["scores"], again["interval_95"]) == (before["scores"], before["interval_95"])
     assert (config_dir / COLLECTIONS).read_bytes() == written
+
+
+def test_notes_on_the_data_of_runs_reach_the_summary(tmp_path) -> None:
+    _write_runs(tmp_path, ALL[:6])
+    notes = ["a subset", "images cut to their boxes"]
+    _write_runs(tmp_path, ALL[6:], data_notes=notes)
+    assert aggregate_config(find_runs(tmp_path), progress=False)["data_notes"] == notes

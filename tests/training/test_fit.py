@@ -333,6 +333,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
         *[{"accumulate": 0}, {"forward_batch": 0}, {"warmup_frozen": ["neck"]}, {"warmup_frozen": "head"}],
         {"warmup_frozen": [], "warmup_steps": 1},
         {"collapse_ratio": 1.0},
+        *[{"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}],
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:

@@ -126,6 +126,21 @@ def test_dropout_batch_norm_and_bf16_repeat_the_first_pass_of_every_part(precisi
     assert norms[1].track_running_stats
 
 
+def test_batch_norm_notes_statistics_again_after_a_failed_pass() -> None:
+    model, calls = SmallModel(Gap(), nn.BatchNorm2d(6)), []
+
+    def forward(images: Tensor) -> ModelOutput:
+        calls.append(images)
+        if len(calls) > 3:  # after the first pass over three parts
+            raise MemoryError
+        return model(images)
+
+    batch = Batch(_batches(1)[0].images.float(), torch.arange(8) // 2, torch.arange(8))
+    with pytest.raises(MemoryError):
+        _gradients(model, Objective(ProxyAnchor(4, 4)), [batch], forward=forward, forward_batch=3)
+    assert model.backbone[2].track_running_stats
+
+
 class _MeanOfMap(Pooling):
     provides = ("mean",)
 

@@ -137,3 +137,16 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, changes: dic
     assert all(torch.equal(value, again["momentum_encoder"][name]) for name, value in copied.items())
     assert any(not torch.equal(value, saved["model"][name]) for name, value in copied.items())
     assert "momentum_encoder" not in torch.load(tmp_path / "whole" / BEST, weights_only=True)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_momentum_0_copies_and_1_stays(momentum: float) -> None:
+    torch.manual_seed(0)
+    model = fresh_model()
+    follower, before = MomentumEncoder(model, momentum), copy.deepcopy(dict(model.named_parameters()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    follower.update()
+    wanted = before if momentum else dict(model.named_parameters())
+    assert all(torch.equal(follower.state_dict()[name], value) for name, value in wanted.items())

@@ -18,7 +18,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_settings
 from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
-from dmlbench.results.cautions import IMPORTED, by_row, cautions
+from dmlbench.results.cautions import IMPORTED, by_fact, by_row, cautions
 from dmlbench.results.collections import PairedDifference, holm, paired_difference
 from dmlbench.results.config_table import NAMING_GROUPS, check_metrics, config_labels, make_table
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
@@ -213,7 +213,8 @@ def differences_text(found: Sequence[PairedConfigs]) -> str:
     for metric in found[0].differences:
         pairs = [one.differences[metric] for one in found]
         lines += ["", f"{score_named(metric).label:<{width}}{'B':>9}{'B - A':>9}  {'95 % interval':<18}{'p (Holm)':>8}"]
-        known = iter(holm([pair.p_value for pair in pairs if pair.p_value is not None]))
+        corrected = holm([pair.p_value for pair in pairs if pair.p_value is not None])
+        known = iter(corrected)
         scale = score_named(metric).scale
         for one, pair in zip(found, pairs, strict=True):
             low_high, p_value = "none", "-"
@@ -222,9 +223,12 @@ def differences_text(found: Sequence[PairedConfigs]) -> str:
                 p_value = f"{next(known):.2g}"
             numbers = f"{scale * pair.second:9.2f}{scale * pair.difference:+9.2f}"
             lines.append(f"{one.second.name:<{width}}{numbers}  {low_high:<18}{p_value:>8}")
-    pair = next(iter(found[0].differences.values()))
-    lines += ["", f"  percent; {pair.n_pairs} pairs of runs; t over {pair.over}; p corrected over {len(found)} configs"]
+        lines.append(f"  p corrected over {len(corrected)} configs")
+    over = {one.second.name: next(iter(one.differences.values())) for one in found}
+    spans = by_fact([[f"{pair.n_pairs} pairs of runs, t over {pair.over}"] for pair in over.values()], list(over))
+    lines += ["", *(f"  percent; {span}" for span in spans)]
     lines += dict.fromkeys(f"  {note}" for one in found for note in one.cautions)
+    lines += dict.fromkeys(f"  DIFFERENT SETTINGS: {note}" for one in found for note in one.differing)
     lines += [f"  PARTIAL: without {', '.join(one.left_out)}" for one in found if one.left_out]
     return "\n".join(lines)
 

@@ -237,5 +237,11 @@ def _names_a_target(key: str) -> bool:
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:
     """The component that an option has by itself, empty if it has none."""
     files = (folder / group / f"{choice}.yaml" for folder in folders)
-    content = next((load_yaml(file) for file in files if file.is_file()), None)
-    return str((content or {}).get("_target_", ""))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return ""
+    try:
+        content = load_yaml(file)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}.") from error
+    return str(content.get("_target_", "")) if isinstance(content, dict) else ""

@@ -36,7 +36,7 @@ class Protocol:
 
     @property
     def num_folds(self) -> int:
-        return 1
+        raise NotImplementedError
 
     @property
     def num_repeats(self) -> int:
@@ -121,6 +121,7 @@ class Conventional(Protocol):
     """Train on the complete train half; select on the test half, as older papers did (``val_is_test``: optimistic)."""
 
     num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "conventional"
     aggregation: ClassVar[str] = "best_and_mean"
 
@@ -140,6 +141,7 @@ class Hpo(Protocol):
     num_parts: int = 5
     held_out_part: int = 4
     num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "hpo"
     aggregation: ClassVar[str] = "mean"
 
@@ -159,6 +161,7 @@ class HeldOut(Protocol):
 
     num_parts: int = 2
     num_repeats: int = 3
+    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "held_out"
     aggregation: ClassVar[str] = "mean_of_test"
 
@@ -182,6 +185,7 @@ class TwoStage(Protocol):
 
     stage: int = 1
     num_repeats: int = 5
+    num_folds: ClassVar[int] = 1
     name: ClassVar[str] = "two_stage"
 
     def __post_init__(self) -> None:

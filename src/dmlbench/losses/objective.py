@@ -61,7 +61,10 @@ class Objective(nn.Module):
         self.mixing = mixing
         total = sum(regularizer.weight for regularizer in regularizers.values())
         if mixing == "convex" and total >= 1:
-            raise ConfigError(f"regularizers' weights: got a sum of {total:g}, expected below 1 unless mixing=add.")
+            raise ConfigError(
+                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower them or set "
+                "regularizer.mixing=add."
+            )
         momenta = {r.key_momentum for r in regularizers.values() if r.key_momentum is not None}
         if len(momenta) > 1:
             raise ConfigError(f"key_momentum: got {sorted(momenta)}, expected one momentum of all regularizers.")

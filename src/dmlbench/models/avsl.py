@@ -130,7 +130,10 @@ class AvslHead(LevelsHead):
         """Activation maps [B, r, H, W] of a map [B, C, H, W] (eqs. 17, 19-21)."""
         size = x.shape[2] * x.shape[3]
         if size < 2:
-            raise ConfigError(f"map of level {level + 1}: got a single location, expected several. Use larger images.")
+            raise ConfigError(
+                f"map of level {level + 1}: got a single location, expected several. Use larger images or a backbone "
+                "with a smaller stride."
+            )
         if self.variant == "official":
             highest, place = F.adaptive_max_pool2d(x, 1, return_indices=True)
             linearized = x.flatten(2).scatter_add(2, place.flatten(2), size * highest.flatten(2)).view_as(x)
@@ -147,7 +150,8 @@ class AvslHead(LevelsHead):
             flat = F.normalize(activation.flatten(2), dim=2)
             if flat.shape[2] != len(weight):
                 raise ConfigError(
-                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)}. Use one size."
+                    f"map of level {level + 1}: got {flat.shape[2]} locations, expected {len(weight)} for "
+                    "reliability=learned. Use one image size."
                 )
             return flat @ weight
         if self.variant == "official":

@@ -131,8 +131,11 @@ class PooledModel(MetricModel):
             return self.backbone.native(self.backbone.preprocess(images))[:, :, None, None]
         return self.backbone.maps_of(images)[-1]
 
-    def pooled_features(self, images: Tensor) -> Tensor | None:
-        """What the projection works on, [B, C]; None of a pooling that projects before it pools."""
+    def pooled_features(self, images: Tensor, *, exactly: bool = True) -> Tensor | None:
+        """What the projection works on, [B, C]; None of a pooling that projects before it pools.
+
+        With ``exactly``, None also of a pooling that changes what the projection makes, as ``Tsmk`` adds a bias.
+        """
         if self.stored_pooled:
             return images.flatten(1)
         calls: list[tuple[Tensor, Tensor]] = []
@@ -141,8 +144,8 @@ class PooledModel(MetricModel):
             embedding = self.pooling(self.last_map(images), self.projection).embedding
         finally:
             hook.remove()
-        pools_first = len(calls) == 1 and calls[0][0].ndim == 2 and calls[0][1] is embedding
-        return calls[0][0] if pools_first else None
+        pools_first = len(calls) == 1 and calls[0][0].ndim == 2
+        return calls[0][0] if pools_first and (calls[0][1] is embedding or not exactly) else None
 
     def storable_features(self, images: Tensor) -> Tensor:
         """``pooled_features`` of a pooling without parameters or state.

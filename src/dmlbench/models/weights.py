@@ -40,7 +40,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         parts = ((str(key).partition("."), value) for key, value in content["model"].items())
         content = {name: value for (part, _, name), value in parts if part == "backbone"}
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        raise ConfigError(f"weights file '{path}' holds no named tensors; expected a state_dict")
+        raise ConfigError(
+            f"weights file '{path}' holds no named tensors; expected a state_dict or {{'state_dict': ...}}"
+        )
     weights = {str(key): value for key, value in content.items()}
     if all(key.startswith("module.") for key in weights):
         weights = {key.removeprefix("module."): value for key, value in weights.items()}

@@ -79,6 +79,8 @@ def features_of(cfg: DictConfig) -> Features:
     path = Path(cfg.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
     try:
         rows = load_file(path)["rows"]
+        if rows.ndim != 2 or len(rows) != len(table):
+            raise KeyError("rows")
         log.info("features from %s", path)
     except (OSError, SafetensorError, KeyError):
         backbone.to(device).eval()

@@ -20,6 +20,12 @@ AGGREGATE = "aggregate.json"
 AGGREGATE_SCHEMA = 1
 
 
+_KEYS = {
+    *("choices", "dataset_fingerprint", "missing", "n_collections", "n_gallery", "n_query", "n_runs"),
+    *("n_runs_not_started", "n_skipped_queries", "raw", "runs_sha256", "scored_on", "scores", "search", "val_is_test"),
+}
+
+
 def aggregate_config(
     runs: Sequence[RunInfo],
     spec: EvaluationSpec | None = None,
@@ -173,12 +179,16 @@ def read_aggregate(config_dir: Path) -> dict[str, Any] | None:
     """The summary in a config's folder; None if there is none of this schema or, with a warning, if it is damaged."""
     try:
         summary = read_json(config_dir / AGGREGATE)
+        if summary.get("schema") != AGGREGATE_SCHEMA:
+            return None
+        if lacking := sorted(_KEYS - summary.keys()):
+            raise ValueError(f"it lacks {lacking[0]}")
     except FileNotFoundError:
         return None
     except ValueError as error:
         log.warning("%s is damaged (%s)", config_dir / AGGREGATE, error)
         return None
-    return summary if summary.get("schema") == AGGREGATE_SCHEMA else None
+    return summary
 
 
 def is_current(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates] | None = None) -> bool:

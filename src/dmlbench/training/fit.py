@@ -30,7 +30,7 @@ from dmlbench.training.log import History, Logger
 from dmlbench.training.momentum_encoder import MomentumEncoder
 from dmlbench.training.optim import GROUPS, ClipForm, check_warmup, clip_gradients, decay_added, frozen, step_schedule
 from dmlbench.training.signals import StopSignal
-from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_at_least, check_positive, closest
+from dmlbench.types import Batch, ConfigError, Pruned, RunError, check_at_least, check_choice, closest
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +85,14 @@ class FitSettings:
     def __post_init__(self) -> None:
         counts = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
         numbers = ("max_steps", "warmup_steps", "min_improvement")
-        check_at_least(0, **{f"fit.{name}": getattr(self, name) for name in numbers})
-        check_at_least(1, **{f"fit.{name}": getattr(self, name) for name in counts})
-        check_positive(**{f"fit.{name}": getattr(self, name) for name in ("clip_norm", "clip_value")})
+        for least, names in ((0, numbers), (1, counts)):
+            given = {name: getattr(self, name) for name in names}
+            check_at_least(least, **{f"fit.{name}": value for name, value in given.items() if value is not None})
+        for name in ("clip_norm", "clip_value"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
+        check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
+        check_choice("fit.warmup_batch_norm", self.warmup_batch_norm, ("frozen", "updated"))
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:

@@ -87,13 +87,15 @@ def _backward_in_parts(
     tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
     for module in tracking:  # they normalize as before, by the statistics of what they are given, but do not note them
         module.track_running_stats = False
-    for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
-        restore_random_state(state)
-        again = zip(_tensors(forward(images)), gradients, strict=True)
-        reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
-        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
-    for module in tracking:
-        module.track_running_stats = True
+    try:
+        for i, (images, state) in enumerate(zip(parts, draws, strict=True)):
+            restore_random_state(state)
+            again = zip(_tensors(forward(images)), gradients, strict=True)
+            reached = [(x, split[i]) for x, split in again if split is not None and x.requires_grad]
+            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    finally:
+        for module in tracking:
+            module.track_running_stats = True
     model.observer.load_state_dict(after)
     restore_random_state(draws_after)
 

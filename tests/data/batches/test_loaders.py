@@ -235,6 +235,11 @@ def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: 
 
 def test_wrong_arguments_are_named() -> None:
     table = array_table()
+    sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
+    parts = {"images": opened(table, identity()), "class_index": class_index(table, TRAIN), "sampler": sampler}
+    for rows, message in ((TRAIN[:5], "20 labels"), (TRAIN - 10, "class_index has no number")):
+        with pytest.raises(ConfigError, match=message):
+            TrainBatches(table, rows, **parts, transform=identity(), seed=0)
     with pytest.raises(ConfigError, match=r"num_workers: got -1"):
         batches_of(table, identity(), num_workers=-1)
     with pytest.raises(ConfigError, match="batch_size"):

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dmlbench.data.image_table import Published
+from dmlbench.data.readers import cifar
 from dmlbench.data.readers.cifar import CLASSES_10, CLASSES_100, FOLDER_10, cifar10, cifar100
 from dmlbench.types import DataError
 
@@ -183,3 +186,15 @@ def test_a_real_subset_of_cifar10_as_images(shared_dir: Path, tmp_path: Path) ->
     table = cifar10(shared_dir / "data" / "cifar10", cache_dir=tmp_path, check_counts=False)
     assert len(table) == 5_000
     assert (np.bincount(table.labels) == 500).all()
+
+
+def test_classes_of_unequal_size_are_not_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    members = write_10(folder)
+    kind = replace(cifar.FOLDER_10, published=Published({"train": (30, 5), "test": (30, 5)}))
+    monkeypatch.setattr(cifar, "FOLDER_10", kind)
+    assert len(cifar10(tmp_path, cache_dir=tmp_path / "cache")) == 60
+    labels = {"labels": [0, 0, *range(2, 10)]}
+    (folder / "test_batch").write_bytes(pickle.dumps(members["test_batch"] | labels, protocol=2))
+    with pytest.raises(DataError, match="has 5 images of 'automobile', expected 6 of each class"):
+        cifar10(tmp_path, cache_dir=tmp_path / "cache")

@@ -102,3 +102,14 @@ def test_the_published_small_archive_has_136_characters_of_5_alphabets(shared_di
     assert int((table.role == "train").sum()) == 1360
     assert table.pixels is not None
     assert 0.03 < (table.pixels > 127).mean() < 0.15
+
+
+def test_the_second_small_archive_must_have_five_alphabets_of_whole_characters(tmp_path: Path) -> None:
+    file = tmp_path / "images_background_small2.zip"
+    characters = [f"{alphabet}/character01" for alphabet in "ABCDE"]
+    write_archive(file, characters, images=20)
+    assert len(omniglot(tmp_path, cache_dir=tmp_path)) == 100
+    for wrong, images in ((characters[:4], 20), (characters, 3)):
+        write_archive(file, wrong, images=images)
+        with pytest.raises(DataError, match="published are 20 of each character of 5 alphabets"):
+            omniglot(tmp_path, cache_dir=tmp_path)

@@ -1,12 +1,14 @@
 """Stanford Online Products in every layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import file_contents
+from dmlbench.data.image_table import Published, file_contents
+from dmlbench.data.readers import sop as reader
 from dmlbench.data.readers.sop import sop
 from dmlbench.types import DataError
 
@@ -87,4 +89,12 @@ def test_real_lists_in_the_format_load_with_their_counts(shared_dir: Path, tmp_p
     assert (int(is_train.sum()), int((~is_train).sum())) == (9_131, 9_091)
     assert (len(np.unique(table.labels[is_train])), table.num_classes) == (2_051, 2_051 + 2_050)
     with pytest.raises(DataError, match="train 9,131 images of 2,051 classes, test 9,091 images of 2,050 classes"):
+        sop(tmp_path)
+
+
+def test_classes_numbered_in_another_way_are_not_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_original(tmp_path)
+    published = Published({"train": (3, 2), "test": (3, 2)})
+    monkeypatch.setattr(reader, "FOLDER", replace(reader.FOLDER, published=published))
+    with pytest.raises(DataError, match=r"name classes up to 4, published are 1 to 22,634"):
         sop(tmp_path)

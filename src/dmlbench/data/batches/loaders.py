@@ -68,6 +68,14 @@ class TrainBatches:
             raise ConfigError("feature_cache.views: got 1, but the regularizer compares two views. Set 2 or more.")
         self._rows = np.asarray(rows, dtype=np.int64)
         self._classes = np.asarray(class_index, dtype=np.int64)[table.labels]  # of table rows
+        if len(sampler.labels) != len(self._rows):
+            raise ConfigError(
+                f"the sampler draws from {len(sampler.labels)} labels, but there are {len(self._rows)} rows"
+            )
+        if (self._classes[self._rows] < 0).any():
+            raise ConfigError(
+                "class_index has no number for some classes of the training rows; make it from these rows"
+            )
         self._device = torch.device(device)
         self._num_workers = _resolve_workers(num_workers, self._device, images)
         self._sampler = sampler

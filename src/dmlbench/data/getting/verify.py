@@ -55,9 +55,9 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
     """Decode all images of a data set, or compare the pixels of one that is held as an array."""
     if table.pixels is not None:
         return _verify_pixels(table, watch)
-    sizes = file_contents(table.root, table.paths, name=table.name)
-    _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    has_rival = (counts[inverse] > 1).tolist()  # only files of one size can be the same
+    contents = file_contents(table.root, table.paths, name=table.name)
+    _, inverse, counts = np.unique(contents, return_inverse=True, return_counts=True)
+    has_rival = (counts[inverse] > 1).tolist()  # files of other sizes, or other checksums if not compressed, differ
     paths = table.paths.tolist()
     reasons, digests = [""] * len(paths), [""] * len(paths)
     headers: list[Header | None] = [None] * len(paths)

@@ -45,6 +45,17 @@ class Cifar(DataFolder):
     meta: str
     prefix: Literal["", "fine_"]
 
+    def notes(self, root: str | Path) -> tuple[str, ...]:
+        """Whether there are fewer images than published, by names and sizes of files; archives are not opened."""
+        folder, layout = self.find(root)
+        found: Path | dict[str, StoredImage] = layout.read(folder)
+        if isinstance(found, dict):
+            return self.published.subset_note(len(found))
+        if found.is_file():
+            return ()
+        most = sum((found / name).stat().st_size for name in self.batches) // _WIDTH
+        return tuple(note.replace("subset:", "subset: at most") for note in self.published.subset_note(most))
+
 
 def _cifar(
     name: str,
@@ -163,7 +174,15 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
         pixels=np.asarray(rows[:, :_WIDTH]).reshape(-1, SIDE, SIDE, 3),
         digest=digest,
     )
-    return table_of(listing, published=data.published, check_counts=check_counts, place=folder)
+    table = table_of(listing, published=data.published, check_counts=check_counts, place=folder)
+    per_class = np.bincount(table.labels)
+    if check_counts and len(set(per_class.tolist())) > 1:
+        fewest = int(per_class.argmin())
+        raise DataError(
+            f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
+            f"{len(table) // len(data.classes):,} of each class; get the original"
+        )
+    return table
 
 
 def _rows_of_batches(data: Cifar, place: Path) -> NDArray[np.uint8]:

@@ -142,7 +142,7 @@ class DataFolder:
         found = layout.read(folder)
         if isinstance(found, Listing):
             return self.table_of(found, layout, check_counts=False).notes
-        return self.published.subset_note(len(found)) if isinstance(found, dict) else ()
+        return self.published.subset_note(len(found))
 
 
 def resolve(folder: Path, marker: str) -> Path:

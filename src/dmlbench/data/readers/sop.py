@@ -7,8 +7,9 @@ import numpy as np
 from dmlbench.data.image_table import Listing, Published
 from dmlbench.data.readers.files import read_list
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, resolve
-from dmlbench.types import ImageTable, Originals
+from dmlbench.types import DataError, ImageTable, Originals
 
+NUM_CLASSES = 22_634
 _LISTS = {role: f"Ebay_{role}.txt|Info_Files/Ebay_{role}.txt" for role in ("train", "test")}
 _COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 
@@ -18,7 +19,14 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
 
     ``super_labels`` are the categories (bicycles, cabinets, ...), numbered from 0.
     """
-    return FOLDER.table(root, check_counts=check_counts)
+    table = FOLDER.table(root, check_counts=check_counts)
+    last = max(map(int, table.class_names))
+    if check_counts and last != NUM_CLASSES:
+        raise DataError(
+            f"the lists of '{table.root}' name classes up to {last:,}, published are 1 to {NUM_CLASSES:,}; put the "
+            "original lists there"
+        )
+    return table
 
 
 def _of_lists(folder: Path) -> Listing:

@@ -241,13 +241,16 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-    """Sets, rows float32. Without ids, rows are numbered through both sets: no query is in the gallery."""
+    """Checked sets, rows float32. Without ids, rows are numbered through both sets: no query is in the gallery."""
     queries = _set_of(query, "query", first_id=0)
     if gallery is None:
+        check_sets(queries, queries)
         return queries, None
     if (query[2] is None) != (gallery[2] is None):
         raise RunError("ids: got them for one of queries and gallery. Give them for both or for neither.")
-    return queries, _set_of(gallery, "gallery", first_id=len(queries))
+    others = _set_of(gallery, "gallery", first_id=len(queries))
+    check_sets(queries, others)
+    return queries, others
 
 
 def _set_of(arrays: Arrays, name: str, *, first_id: int) -> EmbeddingSet:

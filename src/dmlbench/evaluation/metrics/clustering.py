@@ -58,7 +58,11 @@ class KmeansSettings:
 def kmeans_of(text: str) -> KmeansSettings:
     """The settings of ``str(settings)``."""
     form = r"(\S+?)(?:, (k-means\+\+))?(?:, (\d+) starts)?(?:, (\d+) steps)?, seed (\d+)"
-    found: Any = re.fullmatch(form, text.removesuffix(ON_GPU))
+    found = re.fullmatch(form, text.removesuffix(ON_GPU))
+    if found is None:
+        raise ConfigError(f"kmeans: got '{text}', expected the text of settings, such as 'faiss, seed 0'.")
+    library: Any
+    init: Any
     library, init, restarts, steps, seed = found.groups()
     return KmeansSettings(int(seed), library, init or "random", int(restarts or 1), int(steps or 25))
 
