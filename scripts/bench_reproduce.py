@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.apps.table_comparison import grid_tables, summarize
 from dmlbench.cli.commands import status
-from dmlbench.config import compose
+from dmlbench.config import arguments_of, compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import planned_config
 from dmlbench.results.store import CONFIG, EMBEDDINGS, hashes_of, write_result
 from dmlbench.runtime import derive_seed
 from dmlbench.types import EmbeddingSet
@@ -72,9 +73,9 @@ def main() -> None:
     configs = [(f"dataset.name={DATASETS[i % 4]}", f"optim.weight_decay={i}e-5") for i in range(given.configs)]
 
     def planned() -> Plan:
-        composed = compose_configs(configs, lambda overrides: made(overrides, base)).values()
+        composed = compose_configs(configs, lambda given: planned_config(given, made(given, base))).values()
         known = [config for config in composed if not isinstance(config, str)]
-        return make_plan(known, lambda overrides: base, str(given.folder / "out"), {})
+        return make_plan(known, lambda given: planned_config(given, base), str(given.folder / "out"), {})
 
     plan = planned()
     if not (given.folder / "out").exists():
@@ -85,7 +86,7 @@ def main() -> None:
         plan = planned()
     assert {run.state for run in plan.runs} == {"done"}
     with timed(f"status of {len(plan.runs)} runs"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        status(OmegaConf.create({"paths": {"output_dir": f"{given.folder}/out"}, "configs": "**", "state": None}))
+        status(arguments_of(compose("status", [f"paths.output_dir={given.folder}/out"])))
     for what in ("summaries", "summaries, nothing new"):
         with timed(what):
             summaries = summarize(plan, EvaluationSpec(metrics=("p_at_1", "map_at_r")))

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.config import compose
+from dmlbench.config import arguments_of, compose
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -17,6 +17,11 @@ def composed(*overrides: str) -> DictConfig:
 @functools.cache
 def _composed(*overrides: str) -> DictConfig:
     return compose("train", list(overrides))
+
+
+def arguments(command: str, *overrides: str) -> Any:
+    """Arguments of a command, as its function gets them."""
+    return arguments_of(compose(command, list(overrides)))
 
 
 def value(cfg: DictConfig, key: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dmlbench import runtime
-from dmlbench.config import load_config
+from dmlbench.config import read_config
 from dmlbench.results import store
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.log import read_history
@@ -122,7 +122,7 @@ def test_unknown_device_is_refused_by_name(name: str) -> None:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "config": load_config,
+    "config": read_config,
     "best.ckpt": load_checkpoint,
     "history.csv": read_history,
     store.LOCK: lambda path: store.is_locked(path.parent),

@@ -38,8 +38,8 @@ def component(node: Any, **provided: Any) -> Any:
             cause = cause.__cause__
         if isinstance(cause, DmlbenchError):
             raise cause from None
-        if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node._target_.startswith("dmlbench."):
-            raise ConfigError(f"{node._target_} refuses its arguments: {cause}") from error
+        if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node["_target_"].startswith("dmlbench."):
+            raise ConfigError(f"{node['_target_']} refuses its arguments: {cause}") from error
         raise
 
 

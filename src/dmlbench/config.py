@@ -5,15 +5,15 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from dmlbench.external import load_json, load_yaml
 from dmlbench.recipes import register_recipes, settle_recipe
@@ -42,6 +42,25 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
     if name == "train":
         settle(cfg)
     return cfg
+
+
+def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
+    """A run's configuration outside of its command, and the option that each group has."""
+    cfg = compose("train", overrides, with_hydra=True)
+    choices = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
+    return without_hydra(cfg), choices
+
+
+def arguments_of(cfg: DictConfig) -> Any:
+    """A command's composed configuration as plain values: a dataclass of its YAML's keys (see ``schema_of``)."""
+    return OmegaConf.to_object(cfg)
+
+
+def table_node(dataset: str, paths: "PathsConfig") -> dict[str, Any]:
+    """The node of a data set's table by the name of its option."""
+    option = load_yaml(config_folder() / "dataset" / f"{dataset}.yaml")
+    node: Any = OmegaConf.create({"dataset": option, "paths": asdict(paths)}).dataset.table
+    return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
 
 
 def key_of(override: str) -> str:
@@ -208,14 +227,17 @@ def listed(value: Any) -> list[Any]:
     """A value of a configuration as a list: none, one or several."""
     if value is None:
         return []
-    return list(value) if isinstance(value, ListConfig) else [value]
+    return value if isinstance(value, list) else [value]
 
 
-def load_config(path: Path) -> DictConfig:
-    """``read_config`` as a DictConfig."""
-    present = OmegaConf.create(read_config(path))
-    assert isinstance(present, DictConfig)
-    return present
+def as_config(stored: Mapping[str, Any]) -> DictConfig:
+    """A stored configuration as ``build`` takes it."""
+    return OmegaConf.create(dict(stored))
+
+
+def to_yaml(config: Mapping[str, Any]) -> str:
+    """A configuration as the text of ``config.yaml``."""
+    return OmegaConf.to_yaml(as_config(config))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Weights and user code count by SHA-256, a data set by its name and options. Path
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -13,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from dmlbench.runtime import cached_sha256
 from dmlbench.types import DataError, RunError, flatten, leaves
 
 log = logging.getLogger(__name__)
+
+Overrides = tuple[str, ...]
 
 # What a config is not made of: coordinates, seed, and everything that does not move a number.
 NOT_PART_OF_CONFIG_HASH = ("fold", "repeat", "base_seed")
@@ -110,21 +114,58 @@ def require_result_of(run_dir: Path, result: Mapping[str, Any], config: str, bas
         )
 
 
+@dataclass(frozen=True)
+class PlannedConfig:
+    """What planning needs to know of a config."""
+
+    overrides: Overrides  # of ``dmlbench train``, without fold and repeat
+    dataset: str
+    protocol: str
+    name: str
+    sha256: str
+    num_folds: int
+    num_repeats: int
+    base_seed: int
+    inputs: tuple[str, ...]  # JSON of the nodes of its data set and, if it has weights, of its backbone
+    planned_by: Overrides | None  # overrides of the config whose runs must come first
+
+    @property
+    def place(self) -> str:
+        return f"{self.dataset}/{self.protocol}/{self.name}"
+
+
+def planned_config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
+    """The config that ``overrides`` compose."""
+    protocol = component(cfg.protocol)
+    planned_by = None
+    if protocol.planned_by is not None:
+        first = {f"protocol.{key}": f"protocol.{key}={value}" for key, value in protocol.planned_by.items()}
+        planned_by = (*(o for o in overrides if o.partition("=")[0] not in first), *first.values())
+    has_weights = any(cfg.backbone.get(key) for key in ("pretrained", "weights_file"))
+    nodes = [cfg.dataset.table, *([cfg.backbone] if has_weights else [])]
+    inputs = tuple(json.dumps(OmegaConf.to_container(node, resolve=True), sort_keys=True) for node in nodes)
+    name, sha256, folds, repeats = config_id(cfg), config_sha256(cfg), protocol.num_folds, protocol.num_repeats
+    return PlannedConfig(
+        overrides, cfg.dataset.name, protocol.name, name, sha256, folds, repeats, cfg.base_seed, inputs, planned_by
+    )
+
+
 def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
     """The settings that define a config, flattened, of a stored configuration."""
     return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
 
 
-def differences(cfg: DictConfig, stored: DictConfig) -> dict[str, tuple[Any, Any]]:
+def differences(cfg: DictConfig, stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """(stored, new) values of the settings that decide a run's numbers and differ, by key.
 
     What only the data say is taken from the ``stored`` configuration.
     """
-    said = {key: stored.runtime[key] for key in cfg.runtime if key in stored.runtime and key != "recipe"}
-    known = OmegaConf.merge(cfg, {"runtime": said, "paths": stored.paths})
-    containers: list[Any] = [OmegaConf.to_container(config, resolve=True) for config in (stored, known)]
-    containers[1]["runtime"]["content"] = contents(cfg)
-    old, new = (flatten(_identity(container, NOT_PART_OF_RUN_HASH)) for container in containers)
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    said = {key: value for key, value in stored["runtime"].items() if key in plain["runtime"] and key != "recipe"}
+    with_data = {**plain, "runtime": {**plain["runtime"], **said}, "paths": stored["paths"]}
+    known: Any = OmegaConf.to_container(OmegaConf.create(with_data), resolve=True)
+    known["runtime"]["content"] = contents(cfg)
+    old, new = (flatten(_identity(each, NOT_PART_OF_RUN_HASH)) for each in (copy.deepcopy(dict(stored)), known))
     return {
         key: (old.get(key, "absent"), new.get(key, "absent"))
         for key in sorted(old.keys() | new.keys())
@@ -151,10 +192,9 @@ def contents(cfg: DictConfig | dict[str, Any]) -> dict[str, str]:
     return found | {f"code.{name}": digest for name, digest in sorted(_user_code(modules).items())}
 
 
-def changed_code(cfg: DictConfig, result: Mapping[str, Any]) -> list[str]:
+def changed_code(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     """Files of user code of a run's model and data that changed since its result was written."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=False)
-    now = contents({key: plain.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
+    now = contents({key: config.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
     then = result.get("code_sha256") or {}
     return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
 

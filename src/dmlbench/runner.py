@@ -6,6 +6,8 @@ import datetime
 import logging
 import time
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,12 @@ from dmlbench import runtime
 from dmlbench.build import make_experiment
 from dmlbench.checks import check
 from dmlbench.components import component
-from dmlbench.config import load_config
+from dmlbench.config import read_config
 from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, per_query_table, to_csv
 from dmlbench.experiment import Experiment
-from dmlbench.identity import directory_of, is_complete
+from dmlbench.identity import directory_of, is_complete, run_sha256
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.training.checkpoint import load_checkpoint
@@ -31,9 +33,48 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import EmbeddingSet, ImageTable, Pruned, RunError, RunInUse, Split
+from dmlbench.types import EmbeddingSet, ImageTable, Pruned, RunError, RunInUse, Split, flatten
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ComposedRun:
+    """A run to train, for searches, which do not look into its configuration."""
+
+    cfg: DictConfig
+
+    @property
+    def directory(self) -> Path:
+        return directory_of(self.cfg)
+
+    @property
+    def sha256(self) -> str:
+        return run_sha256(self.cfg)
+
+    @property
+    def protocol(self) -> str:
+        return str(component(self.cfg.protocol).name)
+
+    @property
+    def monitor(self) -> str:
+        return str(self.cfg.fit.monitor)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Unresolved settings by key."""
+        return flatten(OmegaConf.to_container(self.cfg, resolve=False))
+
+    @property
+    def recipe_options(self) -> Mapping[str, str]:
+        """Options of groups that the recipe chose."""
+        return dict(self.cfg.runtime.recipe.get("chosen", {}))
+
+    def check(self) -> None:
+        check(self.cfg)
+
+    def train(self, follow: Follow | None = None) -> Path:
+        return run(self.cfg, follow)
 
 
 def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
@@ -52,15 +93,15 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
     store.make_directory(run_dir)
     if _is_complete(cfg, run_dir):
         log.info("%s is complete: nothing to do", run_dir)
-        stored = load_config(run_dir / store.CONFIG)
-        if late := (cfg.logger or {}).keys() - (stored.logger or {}).keys():
+        stored = read_config(run_dir / store.CONFIG)
+        if late := (cfg.logger or {}).keys() - (stored.get("logger") or {}).keys():
             log.warning(
                 "logger=%s gets nothing of this run, which was trained without it: its losses and scores are in %s; "
                 "to log them, remove the run with `dmlbench clean` and train it again",
                 ",".join(sorted(late)), run_dir / HISTORY,
             )  # fmt: skip
         # The process may have been killed after it wrote the result.
-        _tidy(run_dir, stored.fit.keep)
+        _tidy(run_dir, stored["fit"]["keep"])
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
         return run_dir

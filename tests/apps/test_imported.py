@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composed import arguments
 
 from dmlbench.apps.imported import Imported, _of_table, import_config
 from dmlbench.apps.loaded import distance_of_run, load
@@ -29,9 +30,10 @@ def table(tmp_path):
 
 
 def taken(place: Path, *more: str) -> Imported:
-    cfg = compose("import", ["name=theirs", *DATA, f"paths.cache_dir={place}", f"paths.output_dir={place}/out", *more])
-    cfg.embeddings = cfg.embeddings or str(place / PATTERN)
-    return import_config(cfg)
+    paths = f"paths.cache_dir={place}", f"paths.output_dir={place}/out"
+    args = arguments("import", "name=theirs", *DATA, *paths, *more)
+    args.embeddings = args.embeddings or str(place / PATTERN)
+    return import_config(args)
 
 
 def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from composed import composed
+from composed import arguments, composed
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
@@ -25,7 +25,7 @@ from dmlbench.apps.embeddings import embed_folder, evaluate_from
 from dmlbench.apps.export import NoGraph, export_run, exported_program, of_format
 from dmlbench.apps.loaded import MANIFEST, PREPROCESSING, WEIGHTS, TrainedModel
 from dmlbench.components import component
-from dmlbench.config import compose, load_config
+from dmlbench.config import as_config, read_config
 from dmlbench.data.batches.transforms import identity
 from dmlbench.evaluation.embeddings.embed import load_embeddings, read_embeddings
 from dmlbench.models.avsl_distance import AvslDistance
@@ -83,7 +83,7 @@ def of_photos(tmp_path_factory) -> Path:
 
 def data_and_rows(run_dir: Path):
     """The data of a run, and the embeddings that it kept of its test images."""
-    table = component(load_config(run_dir / CONFIG).dataset.table)
+    table = component(read_config(run_dir / CONFIG)["dataset"]["table"])
     return table, load_embeddings(run_dir / EMBEDDINGS).queries
 
 
@@ -102,7 +102,7 @@ def test_runs_and_exported_folders_give_the_embeddings_of_the_run(name, request,
         model = dmlbench.load(place, device="cpu")
         rows = model.embed(images)
         assert torch.equal(rows, kept.rows)
-        own = build.build_distance(load_config(run_dir / CONFIG))
+        own = build.build_distance(as_config(read_config(run_dir / CONFIG)))
         if name == "of_avsl":
             assert isinstance(own, AvslDistance)
             own.load_state_dict(load_file(run_dir / "distance.safetensors"))
@@ -158,7 +158,7 @@ def test_embeddings_of_a_folder_are_evaluated_by_the_models_distance(of_letters,
     assert torch.allclose(stored.queries.rows, kept.rows, atol=1e-5)
 
     def scores(embeddings: Path, *more: str) -> dict[str, float]:
-        return evaluate_from(compose("evaluate", [f"embeddings={embeddings}", *more])).evaluation.scores
+        return evaluate_from(arguments("evaluate", f"embeddings={embeddings}", *more)).evaluation.scores
 
     assert scores(file) == pytest.approx(read_json(of_letters / "result.json")["metrics"]["test"])
     embed_folder(dmlbench.load(of_avsl, device="cpu"), tmp_path / "classed", file)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from written_runs import write_run
 
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
@@ -20,6 +20,7 @@ from dmlbench.apps.table_comparison import (
     provenance_of,
     seconds_per_run,
 )
+from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory
 from dmlbench.runtime import derive_seed, git_commit
@@ -36,13 +37,13 @@ class Composer:
         self.protocol = {"_target_": f"dmlbench.data.protocols.{protocol}", **values}
         self.count = 0
 
-    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+    def __call__(self, overrides: Overrides) -> PlannedConfig:
         self.count += 1
         given = dict(override.split("=") for override in overrides)
         if given["pooling"] == "wrong":
             raise ConfigError("pooling=wrong is unknown")
         protocol = {**self.protocol, **({"stage": int(given["protocol.stage"])} if "protocol.stage" in given else {})}
-        return OmegaConf.create(
+        cfg = OmegaConf.create(
             {
                 "dataset": {"name": "glyphs", "table": {}}, "backbone": {}, "protocol": protocol,
                 "pooling": {"name": given["pooling"]}, "fit": {},
@@ -50,6 +51,7 @@ class Composer:
                 "base_seed": 0, "fold": 0, "repeat": 0,
             }
         )  # fmt: skip
+        return planned_config(overrides, cfg)
 
 
 def _plan(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from composed import arguments
 from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -77,15 +78,15 @@ def _import_rows(root: Path) -> None:
     """Test rows of other code, which has no model, no history and no curves."""
     data = [override for override in SMALL if override.startswith(("dataset", "protocol.num", "paths"))]
     names = "embeddings=rows/fold{fold}_rep{repeat}.npz"
-    cfg = compose("import", ["name=theirs", *data])
-    cfg.embeddings = names.partition("=")[2]
-    table, rng = component(cfg.dataset.table), np.random.default_rng(0)
+    args = arguments("import", "name=theirs", *data)
+    args.embeddings = names.partition("=")[2]
+    table, rng = component(args.dataset["table"]), np.random.default_rng(0)
     (root / "rows").mkdir()
     for fold, repeat in np.ndindex(2, 2):
-        test = component(cfg.protocol).split(table, fold=fold).test.query
+        test = component(args.protocol).split(table, fold=fold).test.query
         rows = rng.normal(size=(len(test), 4)).astype(np.float32)
         np.savez(root / f"rows/fold{fold}_rep{repeat}.npz", rows=rows, labels=table.labels[test], ids=test)
-    import_config(cfg)
+    import_config(args)
 
 
 @pytest.fixture(scope="module")

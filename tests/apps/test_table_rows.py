@@ -7,7 +7,6 @@ import pytest
 from dmlbench.apps.table_rows import (
     QUOTED,
     experiments,
-    grid,
     hours_per_run,
     last_of_each,
     narrowed,
@@ -17,6 +16,7 @@ from dmlbench.apps.table_rows import (
     rows_of_paper,
     states,
 )
+from dmlbench.cli.reproduce import grid
 from dmlbench.config import config_folder
 from dmlbench.evaluation.metrics.table import score_labeled
 from dmlbench.papers import tables

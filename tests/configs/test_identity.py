@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from dmlbench.cli.python import run, table
-from dmlbench.config import compose, config_folder, load_config, read_config
+from dmlbench.config import compose, config_folder, read_config
 from dmlbench.identity import changed_code, config_id, config_settings, contents, is_complete
 from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.results.store import read_result
@@ -160,10 +160,10 @@ def test_changed_code_of_a_model_is_noticed_when_it_is_loaded(user_code: Path) -
 def test_a_damaged_one_is_named_with_a_remedy(tmp_path, content) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(RunError, match=r"config\.yaml is damaged .*dmlbench clean"):
-        load_config(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(RunError, match=r"config\.yaml is missing.*dmlbench clean.*run it again"):
-        load_config(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
 
 
 def test_a_stored_configuration_is_read_as_omegaconf_reads_it(tmp_path) -> None:
@@ -180,4 +180,4 @@ def test_a_stored_configuration_is_read_as_omegaconf_reads_it(tmp_path) -> None:
         assert read_config(path) == OmegaConf.to_container(OmegaConf.load(path), resolve=False), path
     (tmp_path / "config.yaml").write_text("fit: {max_steps: 3, max_steps: 4}\n")
     with pytest.raises(RunError, match=r"damaged .*'max_steps' stands twice"):
-        load_config(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")

@@ -10,7 +10,7 @@ from composed import value
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.checks import check
-from dmlbench.config import compose, config_folder, load_config
+from dmlbench.config import compose, config_folder, read_config
 from dmlbench.external import read
 from dmlbench.identity import config_id
 from dmlbench.recipes import GROUPS, SIDES, Recipe, applies
@@ -412,6 +412,6 @@ def test_a_result_names_its_recipe_and_what_was_given_instead(tmp_path) -> None:
     run_dir = run(compose("train", [*SMALL, *paths, *chosen]))
     recipe = {"name": "small", "side": "code", "overridden": {"optim.lr_multipliers.loss": 100.0}, "deviations": []}
     assert read_result(run_dir)["recipe"] == recipe
-    places = OmegaConf.to_container(load_config(run_dir / CONFIG).runtime.recipe)["places"]
+    places = read_config(run_dir / CONFIG)["runtime"]["recipe"]["places"]
     assert places["pooling.smoothing"] == "GSP 1.6.7, losses with proxies"
     assert run(compose("train", [*SMALL, *paths, *plain])) == run_dir  # the same values are the same config

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composed import arguments
 from killed_runs import killed_after
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
@@ -63,8 +64,8 @@ def test_runs_are_evaluated_from_files_and_joined_into_collections(tmp_path) -> 
         for fold in range(2) for repeat in range(2)
     }  # fmt: skip
     path = runs[0, 0]
-    cfg = compose("evaluate", [f"run={path}"])
-    again = evaluate_from(cfg)
+    args = arguments("evaluate", f"run={path}")
+    again = evaluate_from(args)
     assert again.evaluation.scores == again.stored
 
     ((_, members),) = runs_by_config(find_runs(folder, "**")).items()
@@ -92,7 +93,7 @@ def test_runs_are_evaluated_from_files_and_joined_into_collections(tmp_path) -> 
 
     (path / "distance.safetensors").unlink()
     with pytest.raises(RunError, match="cannot be compared"):
-        evaluate_from(cfg)
+        evaluate_from(args)
 
 
 def test_photographs_of_any_shape_of_map_train_and_are_evaluated(tmp_path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import arguments
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
@@ -72,10 +73,10 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
     with pytest.raises(RunError, match="by its own distance"):
         structure_of_run(taken)
 
-    again = evaluate_from(compose("evaluate", [f"run={taken}"]))
-    embedded = evaluate_from(compose("evaluate", [f"run={taken}", "from_checkpoint=true", "device=cpu"]))
+    again = evaluate_from(arguments("evaluate", f"run={taken}"))
+    embedded = evaluate_from(arguments("evaluate", f"run={taken}", "from_checkpoint=true", "device=cpu"))
     of_plain = evaluate_from(
-        compose("evaluate", [f"run={plain}", "from_checkpoint=true", "device=cpu", *asked[1:], "hardest=1"])
+        arguments("evaluate", f"run={plain}", "from_checkpoint=true", "device=cpu", *asked[1:], "hardest=1")
     )
     for found in (again, embedded, of_plain):
         assert found.evaluation.scores == results[taken]["metrics"]["test"]

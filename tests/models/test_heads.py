@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import arguments
 from torch import Tensor
 
 from dmlbench.apps.embeddings import evaluate_from
 from dmlbench.cli.main import main
-from dmlbench.config import compose
 from dmlbench.models.concatenated_levels import ConcatenatedLevels
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
@@ -99,7 +99,7 @@ def test_a_run_is_trained_tested_and_evaluated_from_its_checkpoint(tmp_path: Pat
         main(["train", *head, *small])
     (path,) = tmp_path.rglob("result.json")
     assert info.value.code == 0 and json.loads(path.read_text())["steps"] == 2
-    again = evaluate_from(compose("evaluate", [f"run={path.parent}", "from_checkpoint=true", "device=cpu"]))
+    again = evaluate_from(arguments("evaluate", f"run={path.parent}", "from_checkpoint=true", "device=cpu"))
     assert again.evaluation.scores == again.stored and again.queries.rows.shape[1] == 128
     parts = again.queries.rows.unflatten(1, (4, 32) if "head=unit_parts" in head else (2, 64))
     torch.testing.assert_close(parts.norm(dim=2), torch.ones(parts.shape[:2]))

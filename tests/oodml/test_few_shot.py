@@ -11,11 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from composed import arguments
 from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
 
 from dmlbench.apps.loaded import load_run
 from dmlbench.components import component
-from dmlbench.config import compose, load_config
+from dmlbench.config import compose, read_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -240,7 +241,7 @@ def test_an_interrupted_call_keeps_finished_episodes(output: Path, monkeypatch: 
 
 def test_settings_of_an_adaptation_are_those_of_the_public_code(made: Path) -> None:
     """OOD-Study_FewShot.sh: 1,000 and 1,500 iterations; utilities/finetune_utils.py:42: Adam without decay."""
-    trained_by = component(load_config(run_of(made) / "config.yaml").optim)
+    trained_by = component(read_config(run_of(made) / "config.yaml")["optim"])
     trained_by = dataclasses.replace(trained_by, lr_multipliers={"head": 3.0, "loss": 7.0})
     plan = FewShotPlan((2, 5), 10, SPEC)
     found = plan.adaptation(trained_by, 0.6, 2)
@@ -324,7 +325,7 @@ def test_a_picture_is_drawn_even_where_no_gain_is_defined(tmp_path: Path) -> Non
 
 
 def test_the_command_writes_a_table_of_the_runs_of_configs(output: Path) -> None:
-    printed = "\n".join(few_shot(compose("oodml_few_shot", [
+    printed = "\n".join(few_shot(arguments("oodml_few_shot", *[
         "configs=glyphs/*", "shots=[2]", "episodes=2", "steps=2", "device=cpu", "num_workers=0", "metrics=[p_at_1]",
         f"paths.output_dir={output}",
     ])))  # fmt: skip

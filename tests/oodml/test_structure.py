@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from composed import arguments
 from oodml_runs import small_run
 from scipy.stats import rankdata
 
 from dmlbench.apps.loaded import load_run
-from dmlbench.config import compose
 from dmlbench.oodml import structure as module
 from dmlbench.oodml.split_runs import SplitRun
 from dmlbench.oodml.structure import (
@@ -140,7 +140,7 @@ def test_runs_that_cannot_be_measured_are_refused(run_dir: Path, monkeypatch: py
 def test_the_command_writes_table_points_and_picture(run_dir: Path) -> None:
     output = run_dir.parents[3]
     options = ["configs=glyphs/*", "device=cpu", "num_workers=0", f"paths.output_dir={output}"]
-    printed = "\n".join(correlate(compose("oodml_structure", [*options, "metrics=[p_at_1,oodml_map_at_1000]"])))
+    printed = "\n".join(correlate(arguments("oodml_structure", *options, "metrics=[p_at_1,oodml_map_at_1000]")))
     stem = output / "tables/structure-glyphs-shifted"
     assert stem.with_suffix(".md").read_text() in printed
     assert printed.count("| density | undefined | undefined |") == 2  # one run is no correlation

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from composed import arguments
 from PIL import Image
 from small_data_sets import cifar100_of_colors
 
-from dmlbench.config import compose
 from dmlbench.data.readers import cifar_collage
 from dmlbench.data.readers.cifar_collage import BACKGROUND, SUPER_CLASSES, cifar100_collage
 from dmlbench.runtime import read_json
@@ -26,8 +26,8 @@ def source(monkeypatch: pytest.MonkeyPatch) -> ImageTable:
 
 def conducted(tmp_path: Path, *overrides: str) -> Findings:
     places = [f"paths.output_dir={tmp_path}", f"paths.cache_dir={tmp_path}/cache"]
-    cfg = compose("study_collage_samples", [*places, "images_per_class=3", *overrides])
-    return conduct_study("collage_samples", cfg, collage_samples.conduct)[0]
+    args = arguments("study_collage_samples", *places, "images_per_class=3", *overrides)
+    return conduct_study("collage_samples", args, collage_samples.conduct)[0]
 
 
 def test_collages_are_a_target_and_three_backgrounds_of_their_part(source, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composed import arguments
 from small_data_sets import write_cub200
 from torch import nn
 
@@ -30,8 +31,8 @@ def places(tmp_path: Path) -> list[str]:
 @pytest.mark.slow
 def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
     own = "training=[" + ",".join(f"'{override}'" for override in [*TINY, "pooling.num_prototypes=4"]) + "]"
-    cfg = compose("study_gsp_mu", [own, "folds=[0]", "transport_ratios=[1.0,0.3]", *places(tmp_path)])
-    findings, _ = conduct_study("gsp_mu", cfg, gsp_values.over_mu)
+    args = arguments("study_gsp_mu", own, "folds=[0]", "transport_ratios=[1.0,0.3]", *places(tmp_path))
+    findings, _ = conduct_study("gsp_mu", args, gsp_values.over_mu)
     assert [row[0] for row in findings.rows] == ["mu = 0.3", "mu = 1"]
     runs = find_runs(tmp_path)
     assert len(runs) == 2
@@ -50,9 +51,9 @@ def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
 )
 def test_scores_must_fall_at_every_step_over_mu(tmp_path, monkeypatch, scores, comes_out, told) -> None:
     rows = [{"map_at_r": [score], "p_at_1": [0.5]} for score in scores]
-    monkeypatch.setattr(gsp_values, "scores_of", lambda configs, cfg, parts: dict(zip(configs, rows, strict=True)))
-    cfg = compose("study_gsp_mu", [f"transport_ratios={[0.1, 0.3, 0.5, 1.0][-len(scores) :]}", *places(tmp_path)])
-    findings, _ = conduct_study("gsp_mu", cfg, gsp_values.over_mu)
+    monkeypatch.setattr(gsp_values, "scores_of", lambda configs, args, parts: dict(zip(configs, rows, strict=True)))
+    args = arguments("study_gsp_mu", f"transport_ratios={[0.1, 0.3, 0.5, 1.0][-len(scores) :]}", *places(tmp_path))
+    findings, _ = conduct_study("gsp_mu", args, gsp_values.over_mu)
     assert findings.claims[1].holds is comes_out
     assert findings.claims[1].ours.endswith((told, f"({told})"))
 
@@ -60,13 +61,13 @@ def test_scores_must_fall_at_every_step_over_mu(tmp_path, monkeypatch, scores, c
 def test_gsp_m_eps_finds_the_best_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def scores_of(configs, cfg, parts):
+    def scores_of(configs, args, parts):
         asked.update(configs)
         return {name: {"map_at_r": [0.1 * i, 0.1 * i], "p_at_1": [0.5, 0.5]} for i, name in enumerate(configs)}
 
     monkeypatch.setattr(gsp_values, "scores_of", scores_of)
-    cfg = compose("study_gsp_m_eps", ["prototypes=[4,2]", "smoothings=[1.0,5.0]", *places(tmp_path)])
-    findings, written = conduct_study("gsp_m_eps", cfg, gsp_values.over_m_and_epsilon)
+    args = arguments("study_gsp_m_eps", "prototypes=[4,2]", "smoothings=[1.0,5.0]", *places(tmp_path))
+    findings, written = conduct_study("gsp_m_eps", args, gsp_values.over_m_and_epsilon)
     assert [row[:2] for row in findings.rows] == [
         ("GAP", "0.0 ± 0.0"), ("m = 2, epsilon = 1", "10.0 ± 0.0"), ("m = 2, epsilon = 5", "20.0 ± 0.0"),
         ("m = 4, epsilon = 1", "30.0 ± 0.0"), ("m = 4, epsilon = 5", "40.0 ± 0.0"),
@@ -90,8 +91,8 @@ def test_untrained_poolings_in_miniature(tmp_path: Path) -> None:
     data = ["dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=4",
             "dataset.table.image_size=24", "backbone=resnet20_small",
             "network=resnet20_small", "num_workers=0"]  # fmt: skip
-    cfg = compose("study_untrained_poolings", [*data, *places(tmp_path)])
-    findings, _ = conduct_study("untrained_poolings", cfg, untrained_poolings.conduct)
+    args = arguments("study_untrained_poolings", *data, *places(tmp_path))
+    findings, _ = conduct_study("untrained_poolings", args, untrained_poolings.conduct)
     assert [row[0] for row in findings.rows] == ["gap", "gmp", "gap_gmp", "gem", "k_max"]
     assert "R@1 45.0 with GAP, 53.1 with GMP" in findings.claims[0].paper
 
@@ -123,12 +124,12 @@ def test_queries_of_runs_are_grouped_by_the_size_of_the_object(tmp_path: Path) -
             "head.out_features=4"]  # fmt: skip
     runs = {way: run(compose("train", [*data, *tiny, f"pooling={way}", *places(tmp_path)])) for way in ("gap", "gmp")}
     named = [f"{way}='{path}'" for way, path in runs.items()]
-    cfg = compose("study_object_size", [*named, "edges=[0,0.4,0.6,1]", f"paths.output_dir={tmp_path}"])
-    findings, _ = conduct_study("object_size", cfg, object_size.conduct)
+    args = arguments("study_object_size", *named, "edges=[0,0.4,0.6,1]", f"paths.output_dir={tmp_path}")
+    findings, _ = conduct_study("object_size", args, object_size.conduct)
     recall = [f"{100 * read_result(runs[way])['metrics']['test']['recall_at_1']:.1f}" for way in ("gap", "gmp")]
     assert findings.rows[1][2:] == tuple(recall)
     assert [row[1] for row in findings.rows] == ["0", findings.rows[1][1], "0"]
     (folder / "bounding_boxes.txt").unlink()
-    cfg.name = "without"
+    args.name = "without"
     with pytest.raises(DataError, match="has no boxes of its objects"):
-        conduct_study("object_size", cfg, object_size.conduct)
+        conduct_study("object_size", args, object_size.conduct)

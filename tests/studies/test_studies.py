@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import arguments
 from PIL import Image
 from torch import nn
 
 from dmlbench.cli.main import main
-from dmlbench.config import compose
 from dmlbench.runtime import read_json
 from dmlbench.studies import gsp_timing, two_moons
 from dmlbench.studies.record import Parts, conduct_study
@@ -95,8 +95,8 @@ def test_the_transport_is_timed_beside_a_network(tmp_path: Path) -> None:
              "network=resnet20_small",
              "image_size=32", "iterations_of_others=30"]  # fmt: skip
     # resnet20 has no weights to leave out
-    cfg = compose("study_gsp_timing", [*small, "~backbone.pretrained", f"paths.output_dir={tmp_path}"])
-    findings, _ = conduct_study("gsp_timing", cfg, gsp_timing.conduct)
+    args = arguments("study_gsp_timing", *small, "~backbone.pretrained", f"paths.output_dir={tmp_path}")
+    findings, _ = conduct_study("gsp_timing", args, gsp_timing.conduct)
     assert [row[0] for row in findings.rows] == [
         "exact", "k = 1", "k = 30", "exact, prototypes = 4", "k = 30, prototypes = 4", "exact, pixels = 9",
         "k = 30, pixels = 9",

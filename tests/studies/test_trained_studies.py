@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composed import arguments
 from PIL import Image
 from scipy.optimize import linprog
 
-from dmlbench.config import compose
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.studies import gsp_tokens, gsp_weights, prototypes
@@ -92,8 +92,8 @@ def test_a_map_that_serves_all_classes_scores_as_well_across_them() -> None:
 @pytest.mark.slow  # three trainings
 def test_xml_prototypes_in_miniature(cifar: Path, tmp_path: Path) -> None:
     small = ["images=4", "centers=3", "prototypes=4", "splits=3", "eval_images=4"]
-    cfg = compose("study_xml_prototypes", [training(), *small, *places(cifar, tmp_path)])
-    findings, written = conduct_study("xml_prototypes", cfg, prototypes.xml)
+    args = arguments("study_xml_prototypes", training(), *small, *places(cifar, tmp_path))
+    findings, written = conduct_study("xml_prototypes", args, prototypes.xml)
     assert [row[0] for row in findings.rows] == ["without XML", "with XML"]
     assert findings.claims[0].holds  # lemma 2.1
     assert all(path.exists() for path in written)
@@ -125,8 +125,8 @@ def test_zero_shot_prediction_by_a_loop() -> None:
 def test_zero_shot_prediction_in_miniature(cifar: Path, tmp_path: Path) -> None:
     started = training("pooling.memory_rows=32", "loss=proxy_nca_gsp")
     small = ["prototypes=4", "splits=3", "eval_images=4"]
-    cfg = compose("study_zero_shot_prediction", [started, *small, *places(cifar, tmp_path)])
-    findings, _ = conduct_study("zero_shot_prediction", cfg, prototypes.zero_shot_prediction)
+    args = arguments("study_zero_shot_prediction", started, *small, *places(cifar, tmp_path))
+    findings, _ = conduct_study("zero_shot_prediction", args, prototypes.zero_shot_prediction)
     assert [row[0] for row in findings.rows] == ["without ZSR", "with ZSR"]
     assert "by chance: MAP 45.7 %, nearest 20.0 % of 5 classes" in findings.notes
 
@@ -181,16 +181,16 @@ def test_hulls_that_overlap_are_seen() -> None:
 def test_memory_of_the_token_study_starts_as_in_the_public_code() -> None:
     """yetigurbuz/generalized-sum-pooling b765b889: tensorflow/framework/models/token_embedding.py:58,
     tensorflow/framework/datasets/experimental.py:26, 53."""
-    cfg = compose("study_gsp_tokens", [])
-    assert (cfg.pooling.start_step, cfg.pooling.memory_rows) == (4096, 1024)
-    assert (cfg.steps_per_epoch, cfg.validation_samples) == (512, 128)
+    args = arguments("study_gsp_tokens")
+    assert (args.pooling["start_step"], args.pooling["memory_rows"]) == (4096, 1024)
+    assert (args.steps_per_epoch, args.validation_samples) == (512, 128)
 
 
 def test_token_study_in_miniature(tmp_path: Path) -> None:
     small = ["epochs=2", "steps_per_epoch=3", "repeats=1", "validation_samples=2", "test_samples=3",
              "pooling.num_prototypes=4", "pooling.memory_rows=64", "pooling.start_step=1"]  # fmt: skip
-    cfg = compose("study_gsp_tokens", [*small, f"paths.output_dir={tmp_path}"])
-    findings, _ = conduct_study("gsp_tokens", cfg, gsp_tokens.conduct)
+    args = arguments("study_gsp_tokens", *small, f"paths.output_dir={tmp_path}")
+    findings, _ = conduct_study("gsp_tokens", args, gsp_tokens.conduct)
     assert [row[0] for row in findings.rows] == ["GAP", "GSP"]
     assert not list((tmp_path / "studies").glob("*.running/*"))
 
@@ -210,8 +210,8 @@ def test_the_linear_program_is_solved() -> None:
 
 
 def test_smoothing_uses_more_of_the_informative_pixels(tmp_path: Path) -> None:
-    cfg = compose("study_gsp_weights", [f"paths.output_dir={tmp_path}"])
-    findings, _ = conduct_study("gsp_weights", cfg, gsp_weights.conduct)
+    args = arguments("study_gsp_weights", f"paths.output_dir={tmp_path}")
+    findings, _ = conduct_study("gsp_weights", args, gsp_weights.conduct)
     shares = {row[0]: row[1:] for row in findings.rows}
     assert shares["linear program"][:2] == ("100.0", "40.0") and shares["GAP"][3] == "0.0"
     assert [claim.holds for claim in findings.claims] == [True] * 4

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from dmlbench import runner
 from dmlbench.results import store
 from dmlbench.runtime import derive_seed, read_json, write_json
 from dmlbench.tuning import findings, search
@@ -38,8 +39,8 @@ class Runs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trained: Counter[str] = Counter()
         self.kill_at = math.inf
-        monkeypatch.setattr(search, "run", self.run)
-        monkeypatch.setattr(search, "directory_of", lambda cfg: Path(cfg.paths.output_dir) / self.name(cfg))
+        monkeypatch.setattr(runner, "run", self.run)
+        monkeypatch.setattr(runner, "directory_of", lambda cfg: Path(cfg.paths.output_dir) / self.name(cfg))
         monkeypatch.setattr(search, "_checked", lambda asked, compose: {"space": str(asked.space)})
 
     @staticmethod
@@ -90,7 +91,8 @@ def made(folder: Path, **given) -> search.Search:
 def conducted(asked: search.Search) -> list[search.Outcome]:
     def compose(overrides):
         values = OmegaConf.from_dotlist([o for o in overrides if o.startswith(("lr=", "part="))])
-        return OmegaConf.merge(values, {"fit": {"monitor": "map_at_r"}, "paths": {"output_dir": str(asked.output_dir)}})
+        more = {"fit": {"monitor": "map_at_r"}, "paths": {"output_dir": str(asked.output_dir)}}
+        return runner.ComposedRun(OmegaConf.merge(values, more))
 
     return search.conduct(asked, compose)
 

@@ -5,7 +5,8 @@ import pytest
 
 from dmlbench.cli.train import composed_run
 from dmlbench.cli.tune import make_search
-from dmlbench.config import composing, config_folder
+from dmlbench.config import arguments_of, composing, config_folder
+from dmlbench.runner import ComposedRun
 from dmlbench.tuning.search import _checked
 from dmlbench.types import ConfigError
 
@@ -17,12 +18,16 @@ LOSSES = {
 
 
 def searched(name: str, *given: str, own: tuple[str, ...] = ()):
-    cfg = hydra.compose("tune", [f"search={name}", *own])
+    args = arguments_of(hydra.compose("tune", [f"search={name}", *own]))
 
     def choices(overrides):
         return dict(hydra.compose("train", overrides, return_hydra_config=True).hydra.runtime.choices)
 
-    return make_search(cfg, given, choices)
+    return make_search(args, given, choices)
+
+
+def composed(overrides) -> ComposedRun:
+    return ComposedRun(composed_run(overrides))
 
 
 @pytest.mark.slow
@@ -30,7 +35,7 @@ def searched(name: str, *given: str, own: tuple[str, ...] = ()):
 def test_mlrc_musgrave_searches_each_loss_by_fifty_trials_of_four_folds(loss) -> None:
     with composing():
         search = searched("mlrc_musgrave", "dataset=cars196", f"loss={loss}")
-        _checked(search, composed_run)
+        _checked(search, composed)
         parts = [composed_run(search.of_run({}, i)).protocol.held_out_part for i in range(4)]
     assert {d.key for d in search.space} == {f"loss.{key}" for key in LOSSES[loss]}
     assert (search.trials, search.pruner, parts) == (50, None, [0, 1, 2, 3])
@@ -41,11 +46,11 @@ def test_searches_have_the_names_of_their_files_and_see_no_test_set() -> None:
     names = [path.stem for path in (config_folder() / "search").glob("*.yaml")]
     with composing():
         assert [searched(name).name for name in names] == names
-        _checked(searched("demo"), composed_run)
+        _checked(searched("demo"), composed)
         with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting, .* Leave protocol out"):
-            _checked(searched("demo", "protocol=mlrc"), composed_run)
+            _checked(searched("demo", "protocol=mlrc"), composed)
         with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting"):  # also of a trial's second run
-            _checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed_run)
+            _checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed)
         for given, own in ((["optim.lr=0.1"], ()), ([], ("runs=[['repeat=0','optim.lr=0.1']]",))):
             with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is searched. Leave this out, or take"):
                 searched("demo", *given, own=own)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench.apps.loaded import TrainedModel, distance_of_run, load, load_run, table_of_run
@@ -148,41 +147,42 @@ class Evaluated:
         }
 
 
-def evaluate_from(cfg: DictConfig) -> Evaluated:
+def evaluate_from(args: Any) -> Evaluated:
     """Evaluate what a configuration of ``dmlbench evaluate`` names, and write the files that it asks for."""
-    _check_request(cfg)
-    result = _evaluate_run(cfg) if cfg.run is not None else _evaluate_file(cfg)
-    if cfg.output is not None:
-        write_json(Path(cfg.output), result.summary())
-    if cfg.per_query is not None:
-        atomic_write(Path(cfg.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
-    if cfg.per_class is not None:
+    _check_request(args)
+    result = _evaluate_run(args) if args.run is not None else _evaluate_file(args)
+    if args.output is not None:
+        write_json(Path(args.output), result.summary())
+    if args.per_query is not None:
+        atomic_write(Path(args.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
+    if args.per_class is not None:
         names = None if result.table is None else result.table.class_names
         table = per_class_table(result.queries, result.evaluation, class_names=names)
-        atomic_write(Path(cfg.per_class), to_csv(table))
+        atomic_write(Path(args.per_class), to_csv(table))
     return result
 
 
-def _check_request(cfg: DictConfig) -> None:
+def _check_request(args: Any) -> None:
     """Refuse before the work rather than after it."""
-    if (cfg.run is None) == (cfg.embeddings is None):
+    if (args.run is None) == (args.embeddings is None):
         raise ConfigError("give either run=<run directory> or embeddings=<file>")
-    if cfg.rerank is not None and not (cfg.run is not None and cfg.from_checkpoint):
+    if args.rerank is not None and not (args.run is not None and args.from_checkpoint):
         raise ConfigError("rerank compares cells of the test images' maps; give run=<directory> from_checkpoint=true")
     for key in (*INPUTS[1:], "model"):
-        if cfg.run is not None and cfg[key] is not None:
-            raise ConfigError(f"{key}={cfg[key]} belongs to embeddings=<file>; a run has its own")
-    outputs = [Path(cfg[key]) for key in OUTPUTS if cfg[key] is not None]
+        if args.run is not None and getattr(args, key) is not None:
+            raise ConfigError(f"{key}={getattr(args, key)} belongs to embeddings=<file>; a run has its own")
+    outputs = [Path(path) for key in OUTPUTS if (path := getattr(args, key)) is not None]
     for path in outputs:
         if not path.parent.is_dir():
             raise RunError(f"cannot write {path}: there is no folder {path.parent}")
-    files = [os.path.realpath(path) for path in (*outputs, *(Path(cfg[key]) for key in INPUTS if cfg[key] is not None))]
+    inputs = [path for key in INPUTS if (path := getattr(args, key)) is not None]
+    files = [os.path.realpath(path) for path in (*outputs, *inputs)]
     for path in outputs:
         if files.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
-    if cfg.hardest is not None:
-        spec: EvaluationSpec = component(cfg.evaluation)
-        check_hardest(cfg.hardest, cfg.hardest_by, score_names(of_queries(spec.scores)))
+    if args.hardest is not None:
+        spec: EvaluationSpec = component(args.evaluation)
+        check_hardest(args.hardest, args.hardest_by, score_names(of_queries(spec.scores)))
 
 
 def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
@@ -193,55 +193,55 @@ def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
     )  # fmt: skip
 
 
-def _evaluate_file(cfg: DictConfig) -> Evaluated:
-    spec: EvaluationSpec = component(cfg.evaluation)
-    stored = read_embeddings(cfg.embeddings, cfg.labels, gallery=cfg.gallery, gallery_labels=cfg.gallery_labels)
-    distance = _distance_of_file(cfg, stored)
+def _evaluate_file(args: Any) -> Evaluated:
+    spec: EvaluationSpec = component(args.evaluation)
+    stored = read_embeddings(args.embeddings, args.labels, gallery=args.gallery, gallery_labels=args.gallery_labels)
+    distance = _distance_of_file(args, stored)
     evaluation = evaluate(stored.queries, stored.gallery, spec, distance=distance)
-    return Evaluated(str(cfg.embeddings), stored.queries, stored.gallery, spec, evaluation, distance=distance)
+    return Evaluated(str(args.embeddings), stored.queries, stored.gallery, spec, evaluation, distance=distance)
 
 
-def _distance_of_file(cfg: DictConfig, stored: StoredEmbeddings) -> BaseDistance | None:
+def _distance_of_file(args: Any, stored: StoredEmbeddings) -> BaseDistance | None:
     """What compares the rows of a file; None is the distance of unit vectors."""
-    if cfg.model is None:
+    if args.model is None:
         if own := stored.metadata.get(OWN_DISTANCE):
             raise RunError(
-                f"{cfg.embeddings} is compared by {own} of {stored.metadata.get('model')}, not as unit vectors; name "
+                f"{args.embeddings} is compared by {own} of {stored.metadata.get('model')}, not as unit vectors; name "
                 "that model with model=<run directory or exported folder>"
             )
         return None
-    model = load(cfg.model, device="cpu")
+    model = load(args.model, device="cpu")
     if stored.queries.rows.shape[1] != model.embedding_size:
         raise RunError(
-            f"{cfg.embeddings} has rows of {stored.queries.rows.shape[1]} numbers, {cfg.model} makes "
+            f"{args.embeddings} has rows of {stored.queries.rows.shape[1]} numbers, {args.model} makes "
             f"{model.embedding_size}; name the model that made them"
         )
     return model.network.distance if model.has_own_distance else None
 
 
-def _evaluate_run(cfg: DictConfig) -> Evaluated:
-    run_dir = Path(cfg.run)
+def _evaluate_run(args: Any) -> Evaluated:
+    run_dir = Path(args.run)
     result = read_result(run_dir)
     require_tested(run_dir, result)
     stored = result["metrics"]["test"]
-    spec: EvaluationSpec = component(cfg.evaluation)
+    spec: EvaluationSpec = component(args.evaluation)
     warned = tuple(cautions({**result, "search": spec.search}))
-    if not cfg.from_checkpoint:
+    if not args.from_checkpoint:
         require_own_files(run_dir, result)
         kept = load_embeddings(run_dir / EMBEDDINGS)
         distance = distance_of_run(run_dir)
         evaluation = evaluate(kept.queries, kept.gallery, spec, distance=distance)
         table = None
-        if cfg.per_class is not None or cfg.hardest is not None:
+        if args.per_class is not None or args.hardest is not None:
             try:
                 table = table_of_run(run_dir, result)
             except (DataError, RunError) as error:
                 log.warning("ids and labels stay without names: %s", error)
         return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
-    asked = OmegaConf.to_container(cfg.evaluation, resolve=True)  # whose values are this command's own keys
-    again = {} if cfg.rerank is None else {"rerank": OmegaConf.to_container(cfg.rerank, resolve=True)}
-    trained = load_run(run_dir, {"num_workers": cfg.num_workers, "evaluation": asked, **again}, device=cfg.device)
+    again = {} if args.rerank is None else {"rerank": args.rerank}
+    asked = {"num_workers": args.num_workers, "evaluation": args.evaluation, **again}
+    trained = load_run(run_dir, asked, device=args.device)
     assert trained.data.split.test is not None
     queries, gallery, evaluation = trained.test(trained.data.split.test)
     table, distance = trained.data.table, trained.rerank or trained.model.distance

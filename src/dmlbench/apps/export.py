@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import yaml
-from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -19,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from dmlbench.apps import loaded
 from dmlbench.apps.loaded import TrainedModel, load
 from dmlbench.components import imported
+from dmlbench.config import to_yaml
 from dmlbench.data.getting.catalog import SOURCES
 from dmlbench.evaluation.metrics.table import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone
@@ -89,7 +89,7 @@ def export_run(
 def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, license: str | None) -> dict[str, str]:
     state = {name: x.detach().cpu().contiguous().clone() for name, x in model.network.state_dict().items()}
     atomic_write(folder / loaded.WEIGHTS, save(state))
-    atomic_write(folder / CONFIG, OmegaConf.to_yaml(_without_places(model.config)).encode())
+    atomic_write(folder / CONFIG, to_yaml(_without_places(model.config)).encode())
     write_json(folder / loaded.PREPROCESSING, loaded.preprocessing(model))
     left_out: dict[str, str] = {}
     program: ExportedProgram | None = None
@@ -174,7 +174,7 @@ def _compare(
 
 
 def _called(name: str, model: TrainedModel) -> str:
-    choices = model.config.runtime.choices
+    choices = model.config["runtime"]["choices"]
     return f"{name} of backbone={choices.get('backbone')} pooling={choices.get('pooling')} head={choices.get('head')}"
 
 
@@ -205,12 +205,10 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _without_places(config: DictConfig) -> DictConfig:
+def _without_places(config: Mapping[str, Any]) -> Any:
     """The configuration without what names places or people of this machine."""
-    container: Any = OmegaConf.to_container(config, resolve=True)
-    for key in ("paths", "logger", "num_workers", "device"):
-        container.pop(key, None)
-    (container.get("runtime") or {}).pop("given", None)
+    container = {key: value for key, value in config.items() if key not in ("paths", "logger", "num_workers", "device")}
+    container["runtime"] = {key: value for key, value in config["runtime"].items() if key != "given"}
 
     def shortened(node: Any) -> Any:
         if isinstance(node, Mapping):
@@ -219,9 +217,7 @@ def _without_places(config: DictConfig) -> DictConfig:
             return [shortened(value) for value in node]
         return Path(node).name if isinstance(node, str) and node.startswith(("/", "~")) else node
 
-    found = OmegaConf.create(shortened(container))
-    assert isinstance(found, DictConfig)
-    return found
+    return shortened(container)
 
 
 def model_card(
@@ -317,31 +313,31 @@ def _training(model: TrainedModel, origin: str) -> list[str]:
     result = model.result
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     source = SOURCES.get(result["dataset"])
-    is_drawn = ".glyphs." in model.config.dataset.table._target_
+    is_drawn = ".glyphs." in model.config["dataset"]["table"]["_target_"]
     terms = source.terms if source else "drawn by dmlbench" if is_drawn else "unknown; ask who made them"
     return [
         f"- data: `{result['dataset']}`, fingerprint `{result['dataset_fingerprint']}`; terms: {terms}",
-        f"- trained on {model.config.runtime.num_classes} classes, for {result['steps']:,} steps; configuration in "
-        "[config.yaml](config.yaml)",
+        f"- trained on {model.config['runtime']['num_classes']} classes, for {result['steps']:,} steps; configuration "
+        "in [config.yaml](config.yaml)",
         f"- began from {origin}",
         f"- on {result.get('device', 'an unknown device')}; {versions}"
         + (f"; commit {result['git_commit']}" if result.get("git_commit") else ""),
     ]
 
 
-def _origin(config: DictConfig, result: Mapping[str, Any]) -> tuple[str, str | None]:
+def _origin(config: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, str | None]:
     """What the weights began from, with its licence as far as it is known, and the hub's name of it."""
-    node = config.backbone
+    node = config["backbone"]
     if (file := node.get("weights_file")) is not None:
         digest = f" (SHA-256 `{result['weights_sha256']}`)" if "weights_sha256" in result else ""
         return f"the file `{Path(file).name}`{digest}, whose licence is unknown", None
     if not node.get("pretrained"):
         return "random weights", None
-    kind: type[Backbone] = imported(node._target_, "backbone")
+    kind: type[Backbone] = imported(node["_target_"], "backbone")
     if issubclass(kind, TimmBackbone) and "name" in node:
         import timm
 
-        known: Any = timm.get_pretrained_cfg(node.name)
-        return f"timm's `{node.name}`, licence {known.license or 'unknown'}", known.hf_hub_id
-    name = config.runtime.choices.get("backbone")
+        known: Any = timm.get_pretrained_cfg(node["name"])
+        return f"timm's `{node['name']}`, licence {known.license or 'unknown'}", known.hf_hub_id
+    name = config["runtime"]["choices"].get("backbone")
     return f"the published weights of `{name}`, licence {kind.weights_license}", None

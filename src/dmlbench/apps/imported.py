@@ -1,17 +1,18 @@
 """Embeddings of other code as runs of a config, beside our own in collections, tables, comparisons and reports."""
 
+import dataclasses
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.components import component
+from dmlbench.config import as_config, to_yaml
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -50,16 +51,16 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def import_config(cfg: DictConfig) -> Imported:
+def import_config(args: Any) -> Imported:
     """Check files of test embeddings against a data set, and make the runs of a config of them.
 
     A file has rows [N, D] and labels [N] of the protocol's test images of its fold, and if possible ``ids``: rows of
     the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
     stand in the table's order. Labels may be numbers of any kind, but one for each class.
     """
-    check_file_name(cfg.name)
-    protocol = component(cfg.protocol)
-    patterns = {key: str(cfg[key]) for key in FILES if cfg[key] is not None}
+    check_file_name(args.name)
+    protocol = component(args.protocol)
+    patterns = {key: str(getattr(args, key)) for key in FILES if getattr(args, key) is not None}
     if "embeddings" not in patterns:
         raise ConfigError("say embeddings=<pattern of files>, such as 'embeddings=runs/fold{fold}_rep{repeat}.npz'")
     coordinates = [(fold, repeat) for fold in range(protocol.num_folds) for repeat in range(protocol.num_repeats)]
@@ -71,15 +72,15 @@ def import_config(cfg: DictConfig) -> Imported:
                 f"{protocol.num_repeats} {{repeat}}. Set protocol.num_repeats if there are others."
             )
     missing = [at for at in coordinates if not files[at]["embeddings"].is_file()]
-    if len(missing) == len(coordinates) or (missing and not cfg.allow_partial):
+    if len(missing) == len(coordinates) or (missing and not args.allow_partial):
         raise RunError(
             f"{len(missing)} of the {len(coordinates)} files of protocol '{protocol.name}' are missing, such as "
             f"{files[missing[0]]['embeddings']}. Add them, correct the pattern, or set allow_partial=true."
         )
-    table: ImageTable = component(cfg.dataset.table)
-    spec: EvaluationSpec = component(cfg.evaluation)
-    name = f"{cfg.name}-imported-{config_sha256(_identity(cfg))[:8]}"
-    config = Path(cfg.paths.output_dir) / str(cfg.dataset.name) / protocol.name / name
+    table: ImageTable = component(args.dataset["table"])
+    spec: EvaluationSpec = component(args.evaluation)
+    name = f"{args.name}-imported-{config_sha256(as_config(_identity(args)))[:8]}"
+    config = Path(args.paths.output_dir) / str(args.dataset["name"]) / protocol.name / name
     scores = {}
     checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
@@ -93,18 +94,18 @@ def import_config(cfg: DictConfig) -> Imported:
     if len(widths) > 1:
         raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a config has one width")
     for (fold, repeat), (split, found, is_by_order) in checked.items():
-        run_cfg = OmegaConf.merge(cfg, {"fold": fold, "repeat": repeat})
-        assert isinstance(run_cfg, DictConfig)
         of = files[fold, repeat]
         about = {
-            "name": str(cfg.name),
-            **{key: UNKNOWN if cfg[key] is None else str(cfg[key]) for key in TOLD},
+            "name": str(args.name),
+            **{key: UNKNOWN if getattr(args, key) is None else str(getattr(args, key)) for key in TOLD},
             "file": of["embeddings"].name,
             "file_sha256": file_sha256(of["embeddings"]),
             **({"gallery_sha256": file_sha256(of["gallery"])} if "gallery" in of else {}),
             "ids": "by order" if is_by_order else "given",
         }
-        scores[fold, repeat] = _write(run_cfg, config, protocol, table, split, found, about, spec)
+        scores[fold, repeat] = _write(
+            dataclasses.replace(args, fold=fold, repeat=repeat), config, protocol, table, split, found, about, spec
+        )
     on_trust = any(is_by_order for *_, is_by_order in checked.values())
     note = "the files have no ids: images of one class are taken to stand in the data set's order"
     return Imported(config, scores, (note,) * on_trust)
@@ -170,29 +171,24 @@ def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, s
             )
 
 
-def _identity(cfg: DictConfig) -> DictConfig:
+def _identity(args: Any) -> dict[str, Any]:
     """What makes the config of an imported model: its name, what it was tested on, and what is told of it."""
-    kept: Any = OmegaConf.to_container(cfg, resolve=False)  # so that a config has its name wherever the data lie
-    identity = OmegaConf.create(
-        {
-            "imported": {"name": str(cfg.name), **{key: kept[key] for key in TOLD}},
-            **{key: kept[key] for key in ("dataset", "protocol", "paths")},
-            "fold": kept.get("fold", 0), "repeat": kept.get("repeat", 0), "base_seed": 0,
-            "runtime": {"choices": {IMPORTED: str(cfg.name)}},
-        }
-    )  # fmt: skip
-    assert isinstance(identity, DictConfig)
-    return identity
+    kept = asdict(args)
+    return {
+        "imported": {key: kept[key] for key in ("name", *TOLD)},
+        **{key: kept[key] for key in ("dataset", "protocol", "paths", "fold", "repeat")}, "base_seed": 0,
+        "runtime": {"choices": {IMPORTED: args.name}},
+    }  # fmt: skip
 
 
 def _write(
-    cfg: DictConfig, config: Path, protocol: Any, table: ImageTable, split: Split, found: StoredEmbeddings,
+    args: Any, config: Path, protocol: Any, table: ImageTable, split: Split, found: StoredEmbeddings,
     about: Mapping[str, Any], spec: EvaluationSpec,
 ) -> Mapping[str, float]:  # fmt: skip
     """One run; a complete one of the same file is skipped."""
-    run_dir = config / store.run_name((cfg.fold, cfg.repeat))
+    run_dir = config / store.run_name((args.fold, args.repeat))
     store.make_directory(run_dir)
-    identity = _identity(cfg)
+    identity = as_config(_identity(args))
     with store.locked(run_dir):
         if (run_dir / store.RESULT).exists():
             result = store.read_result(run_dir)
@@ -207,13 +203,13 @@ def _write(
                 tested: Mapping[str, float] = result["metrics"]["test"]
                 return tested
         test = evaluate(found.queries, found.gallery, spec)
-        atomic_write(run_dir / store.CONFIG, OmegaConf.to_yaml(identity, resolve=True).encode())
+        atomic_write(run_dir / store.CONFIG, to_yaml(identity).encode())
         save_test(run_dir, table, found.queries, found.gallery, test)
         result = {
             "config_id": config.name, "config_sha256": config_sha256(identity), "run_sha256": run_sha256(identity),
             "imported": dict(about), **tested_result(table, protocol, split, test),
-            "fold": cfg.fold, "repeat": cfg.repeat, "seed": derive_seed(0, cfg.fold, cfg.repeat), "base_seed": 0,
-            "choices": OmegaConf.to_container(identity.runtime.choices), "steps": 0, "stop_reason": "imported",
+            "fold": args.fold, "repeat": args.repeat, "seed": derive_seed(0, args.fold, args.repeat), "base_seed": 0,
+            "choices": dict(identity.runtime.choices), "steps": 0, "stop_reason": "imported",
             "monitor": spec.score_names[0], "search": test.search, "metrics": {"test": test.scores},
             **store.hashes_of(run_dir), "wall_s": 0.0,
         }  # fmt: skip

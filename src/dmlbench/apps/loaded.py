@@ -1,6 +1,5 @@
 """A trained model brought back: a run with its data, or the model alone, which embeds images and compares rows."""
 
-import copy
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance
 from safetensors import SafetensorError
@@ -20,7 +18,7 @@ from torch import Tensor
 from dmlbench import build
 from dmlbench.build import make_setup
 from dmlbench.components import component, imported
-from dmlbench.config import config_folder, load_config, read_config
+from dmlbench.config import as_config, config_folder, read_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
 from dmlbench.data.images.sources import Given, GivenImages, ImageSource
@@ -54,9 +52,10 @@ class NamedImage:
 
 def distance_of_run(run_dir: Path) -> BaseDistance | None:
     """The distance that compares a run's embeddings, from its files alone; None is that of unit vectors."""
-    config = load_config(run_dir / CONFIG)
-    if "imported" in config:
+    stored = read_config(run_dir / CONFIG)
+    if "imported" in stored:
         return None
+    config = as_config(stored)
     distance = build.build_rerank(config) or build.build_distance(config)
     if distance is not None and distance.state_dict():
         load_distance(run_dir / DISTANCE, distance)
@@ -70,9 +69,9 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
     require_own_files(run_dir, result, (BEST,))
     if changed := changed_code(config, result):
         log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
-    config.merge_with(dict(overrides))
 
-    setup = make_setup(config, select_device(device), check_data=lambda table: _require_data_of(result, table))
+    check_data = functools.partial(_require_data_of, result)
+    setup = make_setup(as_config({**config, **overrides}), select_device(device), check_data=check_data)
     put_weights(setup.model, load_checkpoint(run_dir / BEST)["model"], run_dir / BEST)
     setup.model.eval()
     return setup
@@ -80,7 +79,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
 
 def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
     """The data set of a run with its result, or its aggregate."""
-    table: ImageTable = component(load_config(run_dir / CONFIG).dataset.table)
+    table: ImageTable = component(read_config(run_dir / CONFIG)["dataset"]["table"])
     _require_data_of(result, table)
     return table
 
@@ -91,24 +90,21 @@ def _require_data_of(result: Mapping[str, Any], table: ImageTable) -> None:
         raise RunError(f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:9]}, not {then[:9]}")
 
 
-def config_with_weights(run_dir: Path) -> DictConfig:
+def config_with_weights(run_dir: Path) -> dict[str, Any]:
     """The configuration of a run that kept its best weights."""
-    config = load_config(run_dir / CONFIG)
+    config = read_config(run_dir / CONFIG)
     if "imported" in config:
         raise RunError(f"{run_dir} was imported: it has embeddings, but no model")
     if not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config.fit.keep}")
+        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config['fit']['keep']}")
     return config
 
 
-def without_pretrained(config: DictConfig) -> DictConfig:
+def without_pretrained(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy whose network takes images and begins with random weights, for one that gets those of a run."""
-    config = copy.deepcopy(config)
-    config.feature_cache = None
-    for key, value in (("pretrained", False), ("weights_file", None)):
-        if key in config.backbone:
-            config.backbone[key] = value
-    return config
+    random = {"pretrained": False, "weights_file": None}
+    backbone = {key: random.get(key, value) for key, value in config["backbone"].items()}
+    return {**config, "backbone": backbone, "feature_cache": None}
 
 
 def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -> None:
@@ -187,6 +183,18 @@ class Manifest(Schema):
     result: dict[str, Any]
 
 
+class _ModelConfig(Schema, extra="allow"):
+    """What the configuration of an exported folder must have."""
+
+    backbone: dict[str, Any]
+    pooling: dict[str, Any] | None
+    head: dict[str, Any]
+    transform: dict[str, dict[str, Any] | None]
+    fit: dict[str, Any]
+    dataset: dict[str, Any]
+    runtime: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """A network with the weights of a run's best step and the preprocessing that the run was evaluated with.
@@ -207,7 +215,7 @@ class TrainedModel:
     transform: Transform
     image_size: tuple[int, int]
     device: torch.device
-    config: DictConfig
+    config: Mapping[str, Any]
     result: Mapping[str, Any]
 
     @property
@@ -240,11 +248,11 @@ class TrainedModel:
             table, np.arange(len(table)), images=source, transform=self.transform, batch_size=batch_size,
             device=self.device, num_workers=num_workers,
         )  # fmt: skip
-        channels_last = self.config.fit.get("channels_last", False)
+        channels_last = self.config["fit"].get("channels_last", False)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
         def rows_of(batch: Tensor) -> Tensor:
-            with autocast(self.device, self.config.fit.get("precision", "float32")):
+            with autocast(self.device, self.config["fit"].get("precision", "float32")):
                 return self.network(batch.contiguous(memory_format=memory_format)).embedding
 
         return embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images").rows
@@ -328,15 +336,16 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _made(
-    folder: Path, config: DictConfig, result: Mapping[str, Any], device: str, weights: Mapping[str, Tensor], file: Path
-) -> TrainedModel:
+    folder: Path, config: Mapping[str, Any], result: Mapping[str, Any], device: str, weights: Mapping[str, Tensor],
+    file: Path,
+) -> TrainedModel:  # fmt: skip
     on = select_device(device)
-    network = build.build_model(without_pretrained(config))
+    network = build.build_model(as_config(without_pretrained(config)))
     put_weights(network, weights, file)
-    build.move(network, on, channels_last=config.fit.get("channels_last", False))
+    build.move(network, on, channels_last=config["fit"].get("channels_last", False))
     network.eval()
-    height, width = config.runtime.image_size
-    transform: Transform = component(config.transform.eval)
+    height, width = config["runtime"]["image_size"]
+    transform: Transform = component(config["transform"]["eval"])
     if isinstance(transform, CropTransform):
         height = width = transform.crop  # the evaluation's may be another than the training's
     return TrainedModel(str(folder), network, transform, (int(height), int(width)), on, config, result)
@@ -358,18 +367,21 @@ def preprocessing(model: TrainedModel) -> dict[str, Any]:
     return {"before_the_network": before, "in_the_network": network}
 
 
-def foreign_modules(config: DictConfig) -> list[str]:
+def foreign_modules(config: Mapping[str, Any]) -> list[str]:
     """Packages other than dmlbench whose classes a model is made of, sorted."""
     targets = [str(value) for place, value in _leaves_of_model(config) if place.endswith("._target_")]
     return sorted({target.partition(".")[0] for target in targets} - {"dmlbench"})
 
 
-def _plain_config(path: Path, modules: tuple[str, ...]) -> DictConfig:
+def _plain_config(path: Path, modules: tuple[str, ...]) -> dict[str, Any]:
     """A configuration from elsewhere, if it is data: no interpolation, no place in a network, and known components."""
-    content = read_config(path)
-    if place := next((place for place, value in leaves(content) if "${" in f"{place}{value}"), None):
+    config = read_config(path)
+    try:
+        validated(config, _ModelConfig)
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); get the folder again") from error
+    if place := next((place for place, value in leaves(config) if "${" in f"{place}{value}"), None):
         raise ConfigError(f"{path}: {place} is an interpolation, expected a value. Get the folder again.")
-    config = load_config(path)
     known = _components()
     for place, value in _leaves_of_model(config):
         if "_target_" in place and value not in known.get(place, ()):
@@ -384,11 +396,11 @@ def _plain_config(path: Path, modules: tuple[str, ...]) -> DictConfig:
     return config
 
 
-def _leaves_of_model(config: DictConfig) -> Iterator[tuple[str, Any]]:
+def _leaves_of_model(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by their place of everything that a loaded model is made of."""
-    for part in ("backbone", "pooling", "head", "transform.eval"):
-        node = OmegaConf.select(config, part)
-        yield from leaves(OmegaConf.to_container(node) if OmegaConf.is_config(node) else node, part)
+    for part in ("backbone", "pooling", "head"):
+        yield from leaves(config.get(part), part)
+    yield from leaves((config.get("transform") or {}).get("eval"), "transform.eval")
 
 
 @functools.cache

@@ -7,39 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from dmlbench.components import component
-from dmlbench.identity import config_id, config_sha256, require_result_of, run_directory
+from dmlbench.identity import Overrides, PlannedConfig, require_result_of, run_directory
 from dmlbench.results.store import EMBEDDINGS, last_error, read_result, run_state
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
-Compose = Callable[[Sequence[str]], DictConfig]
-"""A run's configuration from overrides, as ``dmlbench train`` composes it."""
-Overrides = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PlannedConfig:
-    """What planning needs to know of a config."""
-
-    overrides: Overrides  # of ``dmlbench train``, without fold and repeat
-    dataset: str
-    protocol: str
-    name: str
-    sha256: str
-    num_folds: int
-    num_repeats: int
-    base_seed: int
-    inputs: tuple[str, ...]  # JSON of the nodes of its data set and, if it has weights, of its backbone
-    planned_by: Overrides | None  # overrides of the config whose runs must come first
-
-    @property
-    def place(self) -> str:
-        return f"{self.dataset}/{self.protocol}/{self.name}"
+Compose = Callable[[Overrides], PlannedConfig]
+"""The config of overrides of ``dmlbench train``."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +46,10 @@ def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overr
     found: dict[Overrides, PlannedConfig | str] = {}
     for overrides in tqdm(wanted, "composing", unit="config", disable=not sys.stderr.isatty() or len(wanted) < 3):
         try:
-            found[overrides] = _config(overrides, compose(overrides))
+            found[overrides] = compose(overrides)
         except DmlbenchError as error:
             found[overrides] = str(error)
     return found
-
-
-def _config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
-    protocol = component(cfg.protocol)
-    planned_by = None
-    if protocol.planned_by is not None:
-        first = {f"protocol.{key}": f"protocol.{key}={value}" for key, value in protocol.planned_by.items()}
-        planned_by = (*(o for o in overrides if o.partition("=")[0] not in first), *first.values())
-    has_weights = any(cfg.backbone.get(key) for key in ("pretrained", "weights_file"))
-    nodes = [cfg.dataset.table, *([cfg.backbone] if has_weights else [])]
-    inputs = tuple(json.dumps(OmegaConf.to_container(node, resolve=True), sort_keys=True) for node in nodes)
-    name, sha256, folds, repeats = config_id(cfg), config_sha256(cfg), protocol.num_folds, protocol.num_repeats
-    return PlannedConfig(
-        overrides, cfg.dataset.name, protocol.name, name, sha256, folds, repeats, cfg.base_seed, inputs, planned_by
-    )
 
 
 @dataclass(frozen=True)
@@ -188,9 +149,9 @@ def missing_inputs(configs: Iterable[PlannedConfig]) -> dict[str, DmlbenchError]
     errors: dict[str, DmlbenchError] = {}
     for node in {node for config in configs for node in config.inputs}:
         try:
-            component(OmegaConf.create(json.loads(node)))
+            component(json.loads(node))
         except DmlbenchError as error:
             errors[node] = error
-        except (HydraException, OmegaConfBaseException):  # the run reports it with more context
+        except Exception:  # of other kinds; the run reports it with more context
             pass
     return {config.sha256: errors[node] for config in configs for node in reversed(config.inputs) if node in errors}

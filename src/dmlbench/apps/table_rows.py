@@ -27,7 +27,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import BaseModel
 
 from dmlbench import papers
@@ -241,28 +240,6 @@ def _matching(labels: Sequence[str], patterns: Sequence[str]) -> set[str]:
     if unknown := [pattern for pattern in patterns if not found[pattern]]:
         raise ConfigError(f"rows: '{unknown[0]}' matches no row; {closest(unknown[0], labels)} (or as in '*GSP*')")
     return set().union(*found.values())
-
-
-def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
-    """The configs of a grid as overrides, the first key varying slowest, and its folds and repeats.
-
-    ``params`` are ``hydra.sweeper.params``; overrides that are ``given`` replace those of the same key.
-    """
-    texts = last_of_each([*(f"{key}={value}" for key, value in params.items()), *given])
-    parsed = OverridesParser.create().parse_overrides(list(texts))
-    axes, coordinates = [], {}
-    for text, override in zip(texts, parsed, strict=True):
-        values = [text]
-        if override.is_sweep_override():
-            values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if (key := override.key_or_group) in COORDINATES:
-            numbers = [value.partition("=")[2] for value in values]
-            if not all(number.isdecimal() for number in numbers):
-                raise ConfigError(f"{text}: {key} is a number from 0, or several of them, such as {key}=0,1")
-            coordinates[key] = [int(number) for number in numbers]
-        else:
-            axes.append(values)
-    return [tuple(config) for config in itertools.product(*axes)], coordinates
 
 
 def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:

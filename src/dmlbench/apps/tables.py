@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from omegaconf import OmegaConf
 
 from dmlbench.apps.loaded import distance_of_run
 from dmlbench.config import config_folder, read_config
 from dmlbench.evaluation.metrics.table import asked_scores, in_table_order, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.external import load_yaml
 from dmlbench.identity import config_settings
 from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
@@ -171,7 +171,7 @@ def _set_by(name: str) -> list[str]:
 def _file(name: str) -> Any:
     """Unresolved content of a configuration file of the project; None if there is none."""
     path = config_folder() / f"{name}.yaml"
-    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    return load_yaml(path) if path.is_file() else None
 
 
 @dataclass(frozen=True)

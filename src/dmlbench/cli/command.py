@@ -19,12 +19,13 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.config import composing, config_folders, register_schemas, settle, without_hydra
+from dmlbench.config import arguments_of, composing, config_folders, register_schemas, settle, without_hydra
 from dmlbench.types import ConfigError, RunInUse, closest
 
 log = logging.getLogger(__name__)
 
-Task = Callable[[DictConfig], Any]
+Task = Callable[[Any], Any]
+"""Of the command's arguments; ``train`` gets the composed configuration."""
 
 
 def first_word(
@@ -63,14 +64,14 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
 
 
 @contextlib.contextmanager
-def composed_command(name: str, line: CommandLine) -> Iterator[DictConfig]:
-    """The configuration of a command that composes configurations of runs, too."""
+def composed_command(name: str, line: CommandLine) -> Iterator[Any]:
+    """The arguments of a command that composes configurations of runs, too."""
     prepare_process(line.config_dir)
     with composing(line.config_dir):
         cfg = hydra.compose(name, for_hydra(name, line), return_hydra_config=True)
         configure_log(cfg.hydra.job_logging)
         require_output_dir(cfg)
-        yield without_hydra(cfg)
+        yield arguments_of(without_hydra(cfg))
 
 
 @contextlib.contextmanager
@@ -114,7 +115,7 @@ class Job:
                 require_output_dir(cfg)
             if self.name == "train":
                 settle(cfg)
-            return self.task(cfg)
+            return self.task(cfg if self.name == "train" else arguments_of(cfg))
         except RunInUse as error:
             if HydraConfig.get().mode != RunMode.MULTIRUN:
                 return error

@@ -9,9 +9,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any
 
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.command import first_word, run_command
@@ -63,10 +61,10 @@ _STUDY_FUNCTIONS = {
 }
 
 
-def evaluate(cfg: DictConfig) -> None:
+def evaluate(args: Any) -> None:
     from dmlbench.apps.embeddings import evaluate_from
 
-    result = evaluate_from(cfg)
+    result = evaluate_from(args)
     evaluation = result.evaluation
     print(f"{evaluation.n_query} queries, gallery of {evaluation.n_gallery}, "
           f"{evaluation.n_skipped_queries} queries without a positive left out")  # fmt: skip
@@ -78,54 +76,54 @@ def evaluate(cfg: DictConfig) -> None:
         print(f"{name:<{width}} {value:.6f}{note}")
     for note in result.notes():
         print(f"  {note}")
-    if cfg.hardest is not None:
-        _print_hardest(cfg, result)
-    for path in (cfg.output, cfg.per_query, cfg.per_class):
+    if args.hardest is not None:
+        _print_hardest(args, result)
+    for path in (args.output, args.per_query, args.per_class):
         if path is not None:
             print(f"written: {path}")
 
 
-def _print_hardest(cfg: DictConfig, result: "Evaluated") -> None:
+def _print_hardest(args: Any, result: "Evaluated") -> None:
     from dmlbench.apps.embeddings import hardest
 
     def name(item: int, label: int) -> str:
         return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
 
-    print(f"\nqueries with the lowest {cfg.hardest_by}, and what is nearest to them")
-    for query in hardest(result, count=cfg.hardest, metric=cfg.hardest_by):
+    print(f"\nqueries with the lowest {args.hardest_by}, and what is nearest to them")
+    for query in hardest(result, count=args.hardest, metric=args.hardest_by):
         nearest = name(query.nearest_id, query.nearest_label)
         print(f"{query.score:.4f}  {name(query.id, query.label)}  <- {query.distance:.4f} ->  {nearest}")
 
 
-def export(cfg: DictConfig) -> None:
-    run, output = cfg.run, cfg.output  # if missing, before torch is imported
+def export(args: Any) -> None:
+    run, output = args.run, args.output  # if missing, before torch is imported
     from dmlbench.apps.export import export_run
 
-    formats = None if cfg.formats is None else list(cfg.formats)
-    for name, reason in export_run(run, output, formats=formats, license=cfg.license).items():
+    formats = None if args.formats is None else list(args.formats)
+    for name, reason in export_run(run, output, formats=formats, license=args.license).items():
         print(f"no {name}: {reason}")
     print(f"written: {output}")
 
 
-def embed(cfg: DictConfig) -> None:
-    path, images, output = cfg.model, cfg.images, cfg.output  # if missing, before torch is imported
+def embed(args: Any) -> None:
+    path, images, output = args.model, args.images, args.output  # if missing, before torch is imported
     from dmlbench.apps.embeddings import embed_folder
     from dmlbench.apps.loaded import load
 
-    model = load(path, device=cfg.device, modules=cfg.modules)
-    reading = {"batch_size": cfg.batch_size, "num_workers": cfg.num_workers}
+    model = load(path, device=args.device, modules=args.modules)
+    reading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
     stored = embed_folder(model, images, output, progress=sys.stderr.isatty(), **reading)
     gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"
     print(f"{len(stored.queries)} images{gallery}, {model.embedding_size} numbers each")
     print(f"written: {output}")
 
 
-def import_(cfg: DictConfig) -> None:
+def import_(args: Any) -> None:
     from dmlbench.apps.imported import import_config
     from dmlbench.evaluation.metrics.table import score_named
     from dmlbench.results.store import run_name
 
-    found = import_config(cfg)
+    found = import_config(args)
     for coordinates, scores in found.scores.items():
         shown = ((score_named(name), value) for name, value in scores.items())
         print(f"{run_name(coordinates)}: " + ", ".join(f"{s.label} {s.scale * value:.2f}" for s, value in shown))
@@ -134,18 +132,20 @@ def import_(cfg: DictConfig) -> None:
     print(f"written: {found.config}; `dmlbench aggregate` and `dmlbench table` take it as any other config")
 
 
-def aggregate(cfg: DictConfig) -> None:
+def aggregate(args: Any) -> None:
     from dmlbench.apps.loaded import distance_of_run
     from dmlbench.components import component
     from dmlbench.results.aggregate import aggregate_config
     from dmlbench.results.cautions import cautions
     from dmlbench.results.store import find_runs, runs_by_config
 
-    spec = component(cfg.evaluation)
-    configs = runs_by_config(find_runs(cfg.paths.output_dir, cfg.configs))
+    spec = component(args.evaluation)
+    configs = runs_by_config(find_runs(args.paths.output_dir, args.configs))
     if not configs:
-        raise RunError(f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'; `dmlbench status` lists the runs")
-    how = {"allow_partial": cfg.allow_partial, "force": cfg.force, "progress": sys.stderr.isatty()}
+        raise RunError(
+            f"no run under {args.paths.output_dir} matches '{args.configs}'; `dmlbench status` lists the runs"
+        )
+    how = {"allow_partial": args.allow_partial, "force": args.force, "progress": sys.stderr.isatty()}
     failures = []
     for number, (path, runs) in enumerate(configs.items(), start=1):
         print(f"[{number}/{len(configs)}] {path}")
@@ -164,91 +164,91 @@ def aggregate(cfg: DictConfig) -> None:
         raise type(failures[0])(f"{count}: {failures[0]}")
 
 
-def table(cfg: DictConfig) -> None:
+def table(args: Any) -> None:
     from dmlbench.apps.tables import build_tables, compare_configs, differences_text, find_configs, runs_frame
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write
 
-    if cfg.name is not None:
-        check_file_name(cfg.name)
-    spec = component(cfg.evaluation)
-    if cfg.compare is not None:
-        if len(cfg.compare) < 2:
-            raise ConfigError(f"compare: got {len(cfg.compare)} config, expected two or more.")
-        first, *others = cfg.compare
+    if args.name is not None:
+        check_file_name(args.name)
+    spec = component(args.evaluation)
+    if args.compare is not None:
+        if len(args.compare) < 2:
+            raise ConfigError(f"compare: got {len(args.compare)} config, expected two or more.")
+        first, *others = args.compare
         found = [
-            compare_configs(cfg.paths.output_dir, [first, other], spec, allow_partial=cfg.allow_partial)
+            compare_configs(args.paths.output_dir, [first, other], spec, allow_partial=args.allow_partial)
             for other in others
         ]
         print(found[0].to_text() if len(found) == 1 else differences_text(found))
         return
-    folder = Path(cfg.paths.output_dir) / "tables"
-    grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
-    tables = build_tables(grouped, spec, facts=list(cfg.facts))
+    folder = Path(args.paths.output_dir) / "tables"
+    grouped = find_configs(args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial)
+    tables = build_tables(grouped, spec, facts=list(args.facts))
     for (dataset, protocol), one in tables.items():
-        name = cfg.name or f"{dataset}-{protocol}"
-        if cfg.name and len(tables) > 1:
-            name = f"{cfg.name}-{dataset}-{protocol}"
+        name = args.name or f"{dataset}-{protocol}"
+        if args.name and len(tables) > 1:
+            name = f"{args.name}-{dataset}-{protocol}"
         one.publish(folder / name)
     atomic_write(folder / "runs.csv", runs_frame(grouped).to_csv(index=False).encode())
     print(f"written: {folder / 'runs.csv'}, a row per run")
 
 
-def report(cfg: DictConfig) -> None:
+def report(args: Any) -> None:
     from dmlbench.apps.report.page import draw_report, write_page
     from dmlbench.apps.tables import asked_columns, find_configs
     from dmlbench.components import component
     from dmlbench.runtime import remove_leftovers
 
-    _check_suffix(cfg.output, ".png" if cfg.picture else ".html")
-    check_at_least(0, queries=cfg.queries, classes=cfg.classes)
-    check_at_least(1, nearest=cfg.nearest)
-    folder = Path(cfg.paths.output_dir) / "tables"
-    spec = component(cfg.evaluation)
+    _check_suffix(args.output, ".png" if args.picture else ".html")
+    check_at_least(0, queries=args.queries, classes=args.classes)
+    check_at_least(1, nearest=args.nearest)
+    folder = Path(args.paths.output_dir) / "tables"
+    spec = component(args.evaluation)
     remove_leftovers(folder)
-    grouped = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
-    shown = {"num_queries": cfg.queries, "num_nearest": cfg.nearest}
-    if not cfg.picture:
-        path = Path(cfg.output or folder / "report.html")
+    grouped = find_configs(args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial)
+    shown = {"num_queries": args.queries, "num_nearest": args.nearest}
+    if not args.picture:
+        path = Path(args.output or folder / "report.html")
         write_page(
-            grouped, path, spec=spec, num_classes=cfg.classes, with_overlays=cfg.overlays, device=cfg.device, **shown
+            grouped, path, spec=spec, num_classes=args.classes, with_overlays=args.overlays, device=args.device, **shown
         )
         print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
         return
-    if cfg.output is not None and len(grouped) > 1:
+    if args.output is not None and len(grouped) > 1:
         raise ConfigError(f"output names one picture, and there are {len(grouped)} tables; narrow configs= to one")
     for (dataset, protocol), configs in grouped.items():
-        path = Path(cfg.output or folder / f"{dataset}-{protocol}.png")
+        path = Path(args.output or folder / f"{dataset}-{protocol}.png")
         draw_report(configs, path, title=f"{dataset} under {protocol}", metrics=asked_columns(spec), **shown)
         print(f"written: {path}")
 
 
-def explain(cfg: DictConfig) -> None:
-    if not cfg.run:
+def explain(args: Any) -> None:
+    if not args.run:
         raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
-    check_at_least(1, num_images=cfg.num_images)
-    runs = [Path(str(run)) for run in listed(cfg.run)]
-    _check_suffix(cfg.output, ".png")
-    if cfg.pair is not None:
-        _explain_pair(cfg, runs)
+    check_at_least(1, num_images=args.num_images)
+    runs = [Path(str(run)) for run in listed(args.run)]
+    _check_suffix(args.output, ".png")
+    if args.pair is not None:
+        _explain_pair(args, runs)
         return
     from dmlbench.apps.explain import explain_runs
 
-    path = Path(cfg.output or runs[0] / "explain.png")
-    images = listed(cfg.images) or None
-    explain_runs(runs, images=images, num_images=cfg.num_images, device=cfg.device, path=path)
+    path = Path(args.output or runs[0] / "explain.png")
+    images = listed(args.images) or None
+    explain_runs(runs, images=images, num_images=args.num_images, device=args.device, path=path)
     print(f"written: {path}")
 
 
-def _explain_pair(cfg: DictConfig, runs: list[Path]) -> None:
+def _explain_pair(args: Any, runs: list[Path]) -> None:
     from dmlbench.apps.explain_pair import explain_pair, write_pair
 
-    if len(runs) > 1 or cfg.images is not None:
+    if len(runs) > 1 or args.images is not None:
         raise ConfigError("pair explains the distance of two images by one run: give one run, and no images")
-    pair = listed(cfg.pair)
+    pair = listed(args.pair)
     names = [re.sub(r"[^\w.+-]+", "-", str(image) if isinstance(image, int) else Path(image).stem) for image in pair]
-    path = Path(cfg.output or runs[0] / f"{'_'.join(['explain', *names])}.png")
-    explanation = explain_pair(runs[0], pair=pair, num_nodes=cfg.num_nodes, reliable=cfg.reliable, device=cfg.device)
+    path = Path(args.output or runs[0] / f"{'_'.join(['explain', *names])}.png")
+    explanation = explain_pair(runs[0], pair=pair, num_nodes=args.num_nodes, reliable=args.reliable, device=args.device)
     numbers = write_pair(explanation, path)
     print(f"distance: {explanation.distance:.6g}")
     print(f"written: {path}, {numbers}")
@@ -259,15 +259,15 @@ def _check_suffix(output: str | None, suffix: str) -> None:
         raise ConfigError(f"output ({output}) must end in {suffix}")
 
 
-def status(cfg: DictConfig) -> None:
+def status(args: Any) -> None:
     from dmlbench.results.store import STATES, find_runs, last_error, runs_by_config, states_of
 
-    wanted = states_of(cfg.state, STATES)
-    found = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.configs)}
+    wanted = states_of(args.state, STATES)
+    found = {run: run.state for run in find_runs(args.paths.output_dir, args.configs)}
     runs = [run for run, state in found.items() if state in wanted]
     if not runs:
         in_state = f" in state {' or '.join(wanted)}" if found else ""
-        print(f"no run under {cfg.paths.output_dir} matches '{cfg.configs}'{in_state}")
+        print(f"no run under {args.paths.output_dir} matches '{args.configs}'{in_state}")
         return
     for path, members in runs_by_config(runs).items():
         counts = Counter(found[run] for run in members)
@@ -280,13 +280,13 @@ def status(cfg: DictConfig) -> None:
     print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in STATES))
 
 
-def clean(cfg: DictConfig) -> None:
+def clean(args: Any) -> None:
     from dmlbench.results.store import find_runs, remove_run, states_of
 
-    if cfg.configs is None:
+    if args.configs is None:
         raise ConfigError("say which runs: configs=<pattern>, '**' for all; `dmlbench status` lists what there is")
-    wanted = states_of(cfg.state, ("done", "failed", "stale"))
-    states = {run: run.state for run in find_runs(cfg.paths.output_dir, cfg.configs)}
+    wanted = states_of(args.state, ("done", "failed", "stale"))
+    states = {run: run.state for run in find_runs(args.paths.output_dir, args.configs)}
     linked = [run for run in states if any(folder.is_symlink() for folder in list(run.path.parents)[:3])]
     chosen = [run for run, state in states.items() if state in wanted and run not in linked]
     for run, state in states.items():
@@ -295,11 +295,11 @@ def clean(cfg: DictConfig) -> None:
         elif state == "running":
             print(f"left alone, running: {run.path}")
     if not chosen:
-        print(f"nothing under {cfg.paths.output_dir} matches '{cfg.configs}' in state {' or '.join(wanted)}")
+        print(f"nothing under {args.paths.output_dir} matches '{args.configs}' in state {' or '.join(wanted)}")
         return
     for run in chosen:
         print(f"{states[run]:<8} {run.path}")
-    if cfg.ask:
+    if args.ask:
         if not sys.stdin.isatty():
             raise RunError(f"{len(chosen)} runs match; nothing was removed: confirm with ask=false")
         if input(f"remove these {len(chosen)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
@@ -317,9 +317,9 @@ def oodml(line: CommandLine) -> None:
         run_command(f"oodml_{chosen[0]}", functools.partial(_run_oodml, chosen[0]), chosen[1])
 
 
-def _run_oodml(word: str, cfg: DictConfig) -> None:
+def _run_oodml(word: str, args: Any) -> None:
     module, _, name = _OODML_FUNCTIONS[word].partition(".")
-    for line in getattr(importlib.import_module(f"dmlbench.oodml.{module}"), name)(cfg):
+    for line in getattr(importlib.import_module(f"dmlbench.oodml.{module}"), name)(args):
         print(line)
 
 
@@ -333,11 +333,11 @@ def study(line: CommandLine) -> None:
     run_command(f"study_{name}", functools.partial(_conduct_study, name), rest)
 
 
-def _conduct_study(name: str, cfg: DictConfig) -> None:
+def _conduct_study(name: str, args: Any) -> None:
     from dmlbench.studies.record import conduct_study, to_markdown
 
     module, _, function = _STUDY_FUNCTIONS.get(name, f"{name}.conduct").partition(".")
     study = getattr(importlib.import_module(f"dmlbench.studies.{module}"), function)
-    findings, written = conduct_study(name, cfg, study)
+    findings, written = conduct_study(name, args, study)
     print(to_markdown(findings))
     print("\n".join(f"written: {path}" for path in written))

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
-
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.command import run_command
-from dmlbench.config import config_folders, key_of
+from dmlbench.config import config_folders, key_of, listed
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
 _COMMANDS = ("list", "stats", "verify", "prepare")
@@ -32,15 +30,15 @@ def main(line: CommandLine) -> None:
         if name not in known:
             raise ConfigError(f"data set '{name}' is unknown: {closest(name, known)}")
 
-    def task(cfg: DictConfig) -> None:
+    def task(args: Any) -> None:
         if command == "list":
-            _list(cfg, line.config_dir)
+            _list(args, line.config_dir)
         elif command == "stats":
-            _load(cfg, names[0])
+            _load(args, names[0])
         elif command == "verify":
-            _verify(cfg, names[0])
+            _verify(args, names[0])
         else:
-            _prepare(cfg, names[0], [override for override in line.overrides if key_of(override) not in _OF_PREPARE])
+            _prepare(args, names[0], [override for override in line.overrides if key_of(override) not in _OF_PREPARE])
 
     chosen = [override for override in line.overrides if not override.startswith("dataset=")]
     overrides = (*(f"dataset={name}" for name in names), *chosen)
@@ -52,10 +50,10 @@ def _files(config_dir: Path | None) -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted((folder / "dataset").glob("*.yaml"))}
 
 
-def _list(cfg: DictConfig, config_dir: Path | None) -> None:
+def _list(args: Any, config_dir: Path | None) -> None:
     from dmlbench.data.getting.catalog import SOURCES
 
-    root = Path(cfg.paths.data_dir)
+    root = Path(args.paths.data_dir)
     for name, file in sorted(_files(config_dir).items()):
         first = file.read_text(encoding="utf-8").partition("\n")[0]
         lines = [f"{name:<15} {first.lstrip('# ')}"]
@@ -74,16 +72,16 @@ def _list(cfg: DictConfig, config_dir: Path | None) -> None:
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
-def _load(cfg: DictConfig, name: str) -> ImageTable:
+def _load(args: Any, name: str) -> ImageTable:
     """Read and describe a data set; where it is not there at all, the error also says how to get it."""
     from dmlbench.components import component
     from dmlbench.data.getting.catalog import SOURCES
     from dmlbench.data.getting.verify import described
 
     source = SOURCES.get(name)
-    if source is not None and "root" in cfg.dataset.table:
+    if source is not None and "root" in args.dataset["table"]:
         try:
-            source.find(cfg.dataset.table.root)
+            source.find(args.dataset["table"]["root"])
         except DataError as error:
             downloads = all(map(source.links, source.alternatives[0]))
             how = "downloads it" if downloads else "extracts the archives, once they are there"
@@ -91,12 +89,12 @@ def _load(cfg: DictConfig, name: str) -> ImageTable:
                 f"{error}\n  `dmlbench data prepare {name}` {how}. By hand: {source.by_hand}.\n"
                 f"  Terms: {source.terms}. Cite: {source.citation}."
             ) from None
-    table: ImageTable = component(cfg.dataset.table)
+    table: ImageTable = component(args.dataset["table"])
     print("\n".join(described(table)))
     return table
 
 
-def _verify(cfg: DictConfig, name: str) -> None:
+def _verify(args: Any, name: str) -> None:
     from tqdm import tqdm
 
     from dmlbench.data.getting.catalog import SOURCES
@@ -105,7 +103,7 @@ def _verify(cfg: DictConfig, name: str) -> None:
     from dmlbench.data.originals import deviations_of_sample
     from dmlbench.runtime import available_cores
 
-    table = _load(cfg, name)
+    table = _load(args, name)
     counts = "unknown"
     if name in SOURCES:
         expected = SOURCES[name].published
@@ -113,13 +111,13 @@ def _verify(cfg: DictConfig, name: str) -> None:
         print(f"  published: {expected}" + ("" if counts == "published" else " (not what is here)"))
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.
     is_part = any(note.startswith("a subset") for note in table.notes)
-    if counts != "published" and cfg.dataset.table.get("check_counts") is True and not is_part:
+    if counts != "published" and args.dataset["table"].get("check_counts") is True and not is_part:
         counts = "as asked"
     sys.stdout.flush()
-    if cfg.decode:
+    if args.decode:
         bar: Any = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
         with bar:
-            report = verify(table, num_threads=cfg.jobs or available_cores(), watch=bar.update)
+            report = verify(table, num_threads=args.jobs or available_cores(), watch=bar.update)
     else:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
         report = Report(deviations=found, unlisted=tuple(unlisted(table)))
@@ -129,21 +127,20 @@ def _verify(cfg: DictConfig, name: str) -> None:
         sys.exit(1)
 
 
-def _prepare(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
+def _prepare(args: Any, name: str, overrides: Sequence[str]) -> None:
     from dmlbench.data.getting.catalog import SOURCES
     from dmlbench.data.getting.prepare import prepare
 
     source = SOURCES.get(name)
     if source is None:
         raise ConfigError(f"there is nothing to prepare for '{name}'; {', '.join(sorted(SOURCES))} have archives")
-    archives = cfg.archives if isinstance(cfg.archives, ListConfig) else [cfg.archives]
-    given = [str(file) for file in archives if file is not None]
+    given = [str(file) for file in listed(args.archives) if file is not None]
     print(f"{source.title}, {source.home}\n  terms: {source.terms}\n  cite: {source.citation}")
     prepared = prepare(
-        source, cfg.dataset.table.root, given=given, password=cfg.password, download=cfg.download,
-        accept_other_checksum=cfg.accept_other_checksum,
+        source, args.dataset["table"]["root"], given=given, password=args.password, download=args.download,
+        accept_other_checksum=args.accept_other_checksum,
         report=lambda text: print(f"  {text}", flush=True),
     )  # fmt: skip
     print(f"  {'is there already' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
-    _load(cfg, name)
+    _load(args, name)
     print("next: " + shlex.join(["dmlbench", "data", "verify", name, *overrides]))

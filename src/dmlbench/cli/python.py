@@ -16,7 +16,7 @@ from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.tables import build_tables, find_configs
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.train import composed_run
-from dmlbench.config import compose, composing
+from dmlbench.config import arguments_of, compose, composing
 from dmlbench.evaluation.embeddings.embed import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
 from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT
@@ -71,7 +71,7 @@ def evaluate(
     cfg["run" if path.is_dir() else "embeddings"] = str(path)
     cfg.labels = None if labels is None else str(labels)
     cfg.model = None if model is None else str(model)
-    return evaluate_from(cfg).evaluation
+    return evaluate_from(arguments_of(cfg)).evaluation
 
 
 def table(

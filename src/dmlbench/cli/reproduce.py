@@ -1,5 +1,6 @@
 """``dmlbench reproduce``: run what is missing of a table, then print our results vs. the paper."""
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,11 @@ from textwrap import shorten
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from dmlbench.apps import table_rows
-from dmlbench.apps.table_rows import NARROWING, Row, experiments, last_of_each, reproduce_of
+from dmlbench.apps.table_rows import COORDINATES, NARROWING, Row, experiments, last_of_each, reproduce_of
 from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.errors import groups
@@ -35,16 +37,16 @@ def main(line: CommandLine) -> None:
     if line.help or line.cfg:
         run_command("reproduce", lambda cfg: None, own)
         return
-    with composed_command("reproduce", own) as cfg:
+    with composed_command("reproduce", own) as args:
         folders = config_folders(line.config_dir)
-        if cfg.list:
+        if args.list:
             _print_list(folders)
-        elif cfg.measured:
+        elif args.measured:
             from dmlbench.results.table import summarize_tables  # pandas comes with it
 
-            print(summarize_tables(Path(cfg.measured)), end="")
+            print(summarize_tables(Path(args.measured)), end="")
         else:
-            _reproduce(cfg, folders, given, launching, line.config_dir)
+            _reproduce(args, folders, given, launching, line.config_dir)
 
 
 def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
@@ -61,19 +63,19 @@ def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[
 
 
 def _reproduce(
-    cfg: DictConfig, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], config_dir: Path | None
+    args: Any, folders: Sequence[Path], given: Sequence[str], launching: Sequence[str], config_dir: Path | None
 ) -> None:
-    name, shard = known_name(cfg.table, folders), shard_of(cfg.shard)
+    name, shard = known_name(args.table, folders), shard_of(args.shard)
     log.info("planning %s", name)
     reproduce = reproduce_of(experiments(folders)[name])
     if reproduce.get("commands") and not reproduce.get("rows"):
         from dmlbench.cli.table_runs import run_commands
 
-        run_commands(name, reproduce, cfg, given, config_dir)
+        run_commands(name, reproduce, args, given, config_dir)
         return
     from dmlbench.cli.table_runs import run_table  # torch comes with it, which a misspelt name need not wait for
 
-    run_table(cfg, select_table(cfg, name, folders, given), shard, given, launching, config_dir)
+    run_table(args, select_table(args, name, folders, given), shard, given, launching, config_dir)
 
 
 def _print_list(folders: Sequence[Path]) -> None:
@@ -137,7 +139,7 @@ def shard_of(shard: str | None) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Sequence[str]) -> Table:
+def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[str]) -> Table:
     """The rows that a command line asks for; those of ``given`` in ``NARROWING`` choose among the paper's scores."""
     from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
 
@@ -145,8 +147,8 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
     reproduce = reproduce_of(file)
     if (told := table_rows.instead_of_rows(reproduce)) and not reproduce.get("rows"):
         raise ConfigError(f"{name} cannot be run: it {told}")
-    labels = None if cfg.rows is None else list(cfg.rows)
-    coordinates = {key: list(cfg[key]) for key in ("fold", "repeat") if cfg[key]}
+    labels = None if args.rows is None else list(args.rows)
+    coordinates = {key: list(found) for key in ("fold", "repeat") if (found := getattr(args, key))}
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():
@@ -160,7 +162,7 @@ def select_table(cfg: DictConfig, name: str, folders: Sequence[Path], given: Seq
         rest = in_train([override for override in given if key_of(override) != "dataset"])
         part += sorted(moving(given, choosing=()))
     elif labels is None:
-        configs, named = table_rows.grid(params, in_train(given, is_grid=True))
+        configs, named = grid(params, in_train(given, is_grid=True))
         coordinates = {**named, **coordinates}
         also = [in_train([*table_rows.words(extra), *given], is_grid=True) for extra in reproduce.get("also", ())]
         rows = [Row("", last_of_each([f"experiment={name}", *config])) for config in [*also, *configs]]
@@ -198,3 +200,25 @@ def _options_of(given: Sequence[str], key: str) -> list[str]:
     """The options that a command line names for a group, separated by commas."""
     values = [override.partition("=")[2] for override in given if override.partition("=")[0].strip() == key]
     return [option.strip() for value in values for option in value.strip("[]").split(",") if option.strip()]
+
+
+def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[str, ...]], dict[str, list[int]]]:
+    """The configs of a grid as overrides, the first key varying slowest, and its folds and repeats.
+
+    ``params`` are ``hydra.sweeper.params``; overrides that are ``given`` replace those of the same key.
+    """
+    texts = last_of_each([*(f"{key}={value}" for key, value in params.items()), *given])
+    parsed = OverridesParser.create().parse_overrides(list(texts))
+    axes, coordinates = [], {}
+    for text, override in zip(texts, parsed, strict=True):
+        values = [text]
+        if override.is_sweep_override():
+            values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if (key := override.key_or_group) in COORDINATES:
+            numbers = [value.partition("=")[2] for value in values]
+            if not all(number.isdecimal() for number in numbers):
+                raise ConfigError(f"{text}: {key} is a number from 0, or several of them, such as {key}=0,1")
+            coordinates[key] = [int(number) for number in numbers]
+        else:
+            axes.append(values)
+    return [tuple(config) for config in itertools.product(*axes)], coordinates

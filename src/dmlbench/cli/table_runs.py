@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 from hydra.core.utils import JobReturn
-from omegaconf import DictConfig
 
 from dmlbench.apps import table_comparison
-from dmlbench.apps.plan import Plan, PlannedConfig, Run, compose_configs, make_plan, missing_inputs
+from dmlbench.apps.plan import Plan, Run, compose_configs, make_plan, missing_inputs
 from dmlbench.apps.table_rows import hours_per_run
 from dmlbench.cli import train
 from dmlbench.cli.arguments import in_train
@@ -26,6 +25,7 @@ from dmlbench.cli.command import Job, launch, quiet, raise_failures
 from dmlbench.cli.reproduce import Table
 from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import PlannedConfig, planned_config
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, side_by_side, verdict_on
 from dmlbench.runtime import read_json
@@ -41,29 +41,29 @@ MINUS, BEST_PUBLISHED = " minus ", "the state of the art"
 
 
 def run_table(
-    cfg: DictConfig, table: Table, shard: tuple[int, int], given: Sequence[str], launching: Sequence[str],
+    args: Any, table: Table, shard: tuple[int, int], given: Sequence[str], launching: Sequence[str],
     config_dir: Path | None,
 ) -> None:  # fmt: skip
     """Plan, run part i of n (``shard``), compare. Overrides: ``given`` of runs, ``launching`` of Hydra's launchers."""
     with quiet("dmlbench.recipes"):  # each run logs what its recipe set
-        configs = compose_configs(table.wanted, train.composed_run)
+        configs = compose_configs(table.wanted, _planned)
         known = [config for config in configs.values() if not isinstance(config, str)]
         failures = [config for config in configs.values() if isinstance(config, str)]
         if failures and not known:
             raise ConfigError(failures[0])
-        plan = make_plan(known, train.composed_run, cfg.paths.output_dir, table.coordinates)
+        plan = make_plan(known, _planned, args.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
     _print_plan(plan, table, waves, failures)
-    mixed = table_comparison.mixtures((*plan.runs, *plan.preparing), to_do=any(waves) and cfg.run_missing)
-    if cfg.dry_run:
+    mixed = table_comparison.mixtures((*plan.runs, *plan.preparing), to_do=any(waves) and args.run_missing)
+    if args.dry_run:
         print("".join(f"{note}\n" for note in mixed), end="")
         return
-    if mixed and not cfg.allow_mixed:
+    if mixed and not args.allow_mixed:
         raise ConfigError(f"{table.name}: {'; '.join(mixed)}; allow_mixed=true puts them side by side and says so")
     done: list[JobReturn] = []
     blocked: dict[str, DmlbenchError] = {}
     count = sum(map(len, waves))
-    if waves and cfg.run_missing:
+    if waves and args.run_missing:
         if not any(_ON_OTHER_MACHINES in override for override in launching):
             blocked = missing_inputs({run.config.sha256: run.config for wave in waves for run in wave}.values())
             waves = [kept for wave in waves if (kept := [run for run in wave if run.config.sha256 not in blocked])]
@@ -77,7 +77,7 @@ def run_table(
     moved = table_comparison.moving(given) if table.has_scores else []
     if table.has_scores and not table.file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {table.file}"]
-    _print_table(cfg, table, plan, configs, moved, mixed, blocked)
+    _print_table(args, table, plan, configs, moved, mixed, blocked)
     for run in plan.requested:
         if run.problem:
             what = {"failed": "failed", "unusable": "cannot be used"}.get(run.state, "note")
@@ -85,6 +85,10 @@ def run_table(
     raise_failures(done)
     if blocked:
         raise RunError(f"{count - sum(map(len, waves))} of {count} runs were not begun: {_one_error(blocked)}")
+
+
+def _planned(overrides: Sequence[str]) -> PlannedConfig:
+    return planned_config(tuple(overrides), train.composed_run(overrides))
 
 
 def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
@@ -134,7 +138,7 @@ def _costs(to_do: Sequence[Run], takes: Mapping[str, tuple[float, str]], reprodu
 
 
 def _print_table(
-    cfg: DictConfig, table: Table, plan: Plan, configs: Mapping[tuple[str, ...], PlannedConfig | str],
+    args: Any, table: Table, plan: Plan, configs: Mapping[tuple[str, ...], PlannedConfig | str],
     moved: Sequence[str], mixed: Sequence[str], blocked: Mapping[str, DmlbenchError],
 ) -> None:  # fmt: skip
     """Summarize, print and write the table. A part of it, or one with other values, has its own file name.
@@ -145,7 +149,7 @@ def _print_table(
         mixed: other reasons why no row is comparable with the paper.
     """
     reasons = [*table_comparison.given_by_hand(moved), *mixed]
-    base = Path(cfg.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
+    base = Path(args.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
     if in_use := [str(run.path) for run in plan.runs if run.state == "running"]:
         listed = ", ".join(in_use[:_MOST_LISTED]) + (" and others" if len(in_use) > _MOST_LISTED else "")
@@ -154,7 +158,7 @@ def _print_table(
         comparisons, deviations = table_comparison.compare_rows(table.rows, plan, configs, blocked, reasons)
         write_comparison(table.name, comparisons, [*notes, *deviations], base)
         return
-    spec = EvaluationSpec(metrics=tuple(cfg.metrics), recall_at=tuple(cfg.recall_at))
+    spec = EvaluationSpec(metrics=tuple(args.metrics), recall_at=tuple(args.recall_at))
     summaries = table_comparison.summarize(plan, {config.sha256: spec for config in plan.configs})
     for config in plan.configs:
         if problem := summaries[config.sha256].problem:
@@ -205,15 +209,15 @@ class Command:
 
 
 def run_commands(
-    name: str, reproduce: Mapping[str, Any], cfg: DictConfig, given: Sequence[str], config_dir: Path | None
+    name: str, reproduce: Mapping[str, Any], args: Any, given: Sequence[str], config_dir: Path | None
 ) -> None:
     """Run the commands of an experiment that are not done, then print and write what the paper has numbers for.
 
     ``dmlbench train`` skips its complete runs; other commands are skipped where their output exists.
     """
-    if unknown := [key for key in ("rows", "fold", "repeat", "shard") if cfg[key] is not None]:
+    if unknown := [key for key in ("rows", "fold", "repeat", "shard") if getattr(args, key) is not None]:
         raise ConfigError(f"{name} is made by commands: {unknown[0]} chooses nothing of it")
-    folder = Path(cfg.paths.output_dir) / "tables" / name
+    folder = Path(args.paths.output_dir) / "tables" / name
     commands = list(_commands(name, reproduce["commands"], given, config_dir, folder))
     if not commands:
         raise ConfigError(f"{name} has no command for {' '.join(given)}")
@@ -223,14 +227,14 @@ def run_commands(
         by_hand = "<" in str(command)
         state = "done" if command.is_done else "to be completed by hand" if by_hand else "to run"
         print(f"[{i}/{len(commands)}] {state}: {command}", flush=True)
-        if cfg.dry_run or not cfg.run_missing or by_hand or command.is_done:
+        if args.dry_run or not args.run_missing or by_hand or command.is_done:
             continue
         if command.output is not None:
             command.output.parent.mkdir(parents=True, exist_ok=True)
         code = subprocess.run([sys.executable, "-m", "dmlbench", *command.arguments], check=False).returncode
         if code:
             raise RunError(f"{command} ended with exit code {code}; start the same command again to resume")
-    if not cfg.dry_run and _has_numbers(name):
+    if not args.dry_run and _has_numbers(name):
         _print_comparison(name, commands, given, folder)
 
 

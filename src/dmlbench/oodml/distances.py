@@ -1,6 +1,5 @@
 """What features of a network say of splits: their distances and scores, also beside those of trained models."""
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from scipy.stats import spearmanr
 
 from dmlbench import build
 from dmlbench.apps.loaded import load_run
 from dmlbench.apps.tables import asked_columns
 from dmlbench.components import component
-from dmlbench.config import config_folder, listed, load_config
+from dmlbench.config import config_folder, listed, read_config, table_node
 from dmlbench.data.given_splits import SplitFile, read_splits, rows_of_split
 from dmlbench.data.protocols import Conventional
 from dmlbench.evaluation.evaluate import evaluate
@@ -31,27 +29,27 @@ from dmlbench.results.store import CONFIG, read_result
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, check_choice
 
 
-def measure(cfg: DictConfig) -> Iterator[str]:
-    """Measure the splits of ``cfg.splits``, or the train half of ``cfg.train`` vs. the test half of ``cfg.dataset``."""
-    check_choice("over", cfg.over, OVER)
-    if (cfg.splits is None) == (cfg.train is None):
+def measure(args: Any) -> Iterator[str]:
+    """Measure the splits of a file, or the train half of one data set vs. the test half of another."""
+    check_choice("over", args.over, OVER)
+    if (args.splits is None) == (args.train is None):
         raise ConfigError(
-            f"name the splits: got splits={cfg.splits} and train={cfg.train}, expected one of them. splits=<file of "
+            f"name the splits: got splits={args.splits} and train={args.train}, expected one of them. splits=<file of "
             "`dmlbench oodml splits`, or one of the study's pickles>, train=<data set of the other half>."
         )
-    lines, document = _splits(cfg) if cfg.train is None else _between(cfg)
+    lines, document = _splits(args) if args.train is None else _between(args)
     yield from lines
-    yield from write_output(cfg, document)
+    yield from write_output(args, document)
 
 
-def _splits(cfg: DictConfig) -> tuple[list[str], dict[str, Any]]:
-    file, features = _given(cfg)
+def _splits(args: Any) -> tuple[list[str], dict[str, Any]]:
+    file, features = _given(args)
     table = features.table
     found = []
     for split in file.splits:
         rows = rows_of_split(split, table)
         train, test = (
-            _class_means(features, half) if cfg.over == "class_means" else features.rows[half]
+            _class_means(features, half) if args.over == "class_means" else features.rows[half]
             for half in (rows["train"], rows["test"])
         )
         sizes = {"n_train": len(split.train), "n_test": len(split.test)}
@@ -62,9 +60,9 @@ def _splits(cfg: DictConfig) -> tuple[list[str], dict[str, Any]]:
         correlation = float(spearmanr([one["given"] for one in found], [one["here"] for one in found]).statistic)
     given_by = file.measured_on(table)
     lines = [
-        f"{table.name}, splits of {cfg.splits}",
+        f"{table.name}, splits of {args.splits}",
         f"given: measured by {given_by}",
-        f"here:  measured by {features.measured_by}, over {cfg.over.replace('_', ' ')}",
+        f"here:  measured by {features.measured_by}, over {args.over.replace('_', ' ')}",
         f"{'split':>7}  {'classes':>13}  {'given':>10}  {'here':>10}",
     ]
     for one in found:
@@ -73,30 +71,28 @@ def _splits(cfg: DictConfig) -> tuple[list[str], dict[str, Any]]:
     if correlation is not None:
         lines.append(f"Spearman's rank correlation of the two: {correlation:.3f}")
     document = {
-        "dataset": table.name, "splits": Path(cfg.splits).name, "given_by": given_by,
-        "measured_by": features.measured_by, "over": cfg.over, "notes": list(table.notes), "distances": found,
+        "dataset": table.name, "splits": Path(args.splits).name, "given_by": given_by,
+        "measured_by": features.measured_by, "over": args.over, "notes": list(table.notes), "distances": found,
         "spearman": correlation,
     }  # fmt: skip
     return [*lines, *(f"note: {note}" for note in features.notes)], document
 
 
-def _given(cfg: DictConfig) -> tuple[SplitFile, Features]:
+def _given(args: Any) -> tuple[SplitFile, Features]:
     """The file of splits, and the features of its data set."""
-    file, features = read_splits(cfg.splits), features_of(cfg)
-    file.require_of(features.table, cfg.splits)
+    file, features = read_splits(args.splits), features_of(args)
+    file.require_of(features.table, args.splits)
     return file, features
 
 
-def _between(cfg: DictConfig) -> tuple[list[str], dict[str, Any]]:
+def _between(args: Any) -> tuple[list[str], dict[str, Any]]:
     """Measure two data sets (table S2)."""
-    if cfg.over != "class_means":
-        raise ConfigError(f"over: got {cfg.over}, expected class_means between data sets.")
+    if args.over != "class_means":
+        raise ConfigError(f"over: got {args.over}, expected class_means between data sets.")
     files = {path.stem: path for path in (config_folder() / "dataset").glob("*.yaml")}
-    check_choice("train", str(cfg.train), list(files))
-    other = copy.deepcopy(cfg)
-    node = OmegaConf.load(files[cfg.train])
-    other.dataset = {"name": node.name, "table": node.table}
-    first, second = features_of(other), features_of(cfg)
+    check_choice("train", str(args.train), list(files))
+    other = dataclasses.replace(args, dataset={"table": table_node(args.train, args.paths)})
+    first, second = features_of(other), features_of(args)
     train, test = (
         _class_means(features, np.flatnonzero(np.isin(features.table.labels, halves_of(features.table)[half])))
         for half, features in enumerate((first, second))
@@ -117,14 +113,14 @@ def _class_means(features: Features, rows: IntArray) -> Float:
     return np.stack([features.rows[rows[labels == c]].mean(axis=0) for c in np.unique(labels)])
 
 
-def transfer(cfg: DictConfig) -> Iterator[str]:
-    """Score the runs of ``cfg.runs``, and the features of ``cfg.backbone``, on the test half of ``cfg.dataset``."""
-    spec: EvaluationSpec = component(cfg.evaluation)
-    if not (named := listed(cfg.runs)):
+def transfer(args: Any) -> Iterator[str]:
+    """Score the runs of ``args.runs``, and the features of ``args.backbone``, on the test half of ``args.dataset``."""
+    spec: EvaluationSpec = component(args.evaluation)
+    if not (named := listed(args.runs)):
         raise ConfigError("name the trained models: runs=<run directory>, or several: runs=[<one>,<another>]")
-    loaded = [(run, read_result(run), load_run(run, {"num_workers": cfg.num_workers}, device=cfg.device))
+    loaded = [(run, read_result(run), load_run(run, {"num_workers": args.num_workers}, device=args.device))
               for run in map(Path, named)]  # fmt: skip
-    features = features_of(cfg)
+    features = features_of(args)
     table = features.table
     test = Conventional().split(table, fold=0).test
     assert test is not None
@@ -138,11 +134,11 @@ def transfer(cfg: DictConfig) -> Iterator[str]:
                 f"{name} was trained on {len(shared)} classes of the test half of {table.name}, such as "
                 f"'{table.class_names[shared[0]]}'. Name another data set."
             )
-        open_images = build.image_opener(cfg, table, setup.device)
+        open_images = build.image_opener(args, table, setup.device)
         other = dataclasses.replace(
             setup,
             data=dataclasses.replace(setup.data, table=table),
-            images=open_images(load_config(name / CONFIG).transform.eval),
+            images=open_images(read_config(name / CONFIG)["transform"]["eval"]),
         )
         _, _, found = other.test(test, spec)
         again = "" if setup.rerank is None else f" ({setup.rerank.description})"
@@ -154,7 +150,7 @@ def transfer(cfg: DictConfig) -> Iterator[str]:
     notes = list(dict.fromkeys(notes))
     yield from _lines(rows, table.name, [score_named(name) for name in asked_columns(spec)])
     yield from (f"note: {note}" for note in notes)
-    yield from write_output(cfg, {"dataset": table.name, "rows": rows, "notes": notes})
+    yield from write_output(args, {"dataset": table.name, "rows": rows, "notes": notes})
 
 
 def _lines(rows: Sequence[dict[str, Any]], dataset: str, scores: Sequence[Score]) -> list[str]:
@@ -178,12 +174,12 @@ def _scores(features: Features, part: RetrievalSet, spec: EvaluationSpec) -> dic
     return evaluate(of(part.query), gallery, spec).scores
 
 
-def frozen(cfg: DictConfig) -> Iterator[str]:
-    """Score the features of ``cfg.backbone`` on the test half of every split of ``cfg.splits``."""
-    if cfg.splits is None:
+def frozen(args: Any) -> Iterator[str]:
+    """Score the features of ``args.backbone`` on the test half of every split of ``args.splits``."""
+    if args.splits is None:
         raise ConfigError("name the splits: splits=<file of `dmlbench oodml splits`, or one of the study's pickles>")
-    spec: EvaluationSpec = component(cfg.evaluation)
-    file, features = _given(cfg)
+    spec: EvaluationSpec = component(args.evaluation)
+    file, features = _given(args)
     table = features.table
     scores = [score_named(name) for name in asked_columns(spec)]
     yield f"{table.name}: {features.measured_by}, as it is"
@@ -204,4 +200,4 @@ def frozen(cfg: DictConfig) -> Iterator[str]:
         "dataset": table.name, "network": features.measured_by, "notes": list(table.notes),
         "distance_by": file.measured_on(table), "by_split": splits, "AGS": areas,
     }  # fmt: skip
-    yield from write_output(cfg, document)
+    yield from write_output(args, document)

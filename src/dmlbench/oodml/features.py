@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from dmlbench import build
 from dmlbench.apps.loaded import load_run
 from dmlbench.components import component
-from dmlbench.config import load_config
+from dmlbench.config import read_config
 from dmlbench.oodml.frechet import Float
 from dmlbench.results.cautions import OTHER_DATA
 from dmlbench.results.store import CONFIG
@@ -40,43 +39,42 @@ class Features:
         return [f"{OTHER_DATA}{note}" for note in self.table.notes]
 
 
-def features_of(cfg: DictConfig) -> Features:
-    """Compute features of ``cfg.dataset`` by ``cfg.backbone``, or by the trained backbone of ``cfg.run``."""
+def features_of(args: Any) -> Features:
+    """Compute features of ``args.dataset`` by ``args.backbone``, or by the trained backbone of ``args.run``."""
     set_strict_float32()
-    table: ImageTable = component(cfg.dataset.table)
-    device = select_device(cfg.device)
-    if cfg.run is not None:
-        setup = load_run(Path(cfg.run), {"num_workers": cfg.num_workers}, device=cfg.device)
+    table: ImageTable = component(args.dataset["table"])
+    device = select_device(args.device)
+    if args.run is not None:
+        setup = load_run(Path(args.run), {"num_workers": args.num_workers}, device=args.device)
         backbone: Any = setup.model.backbone
-        of_run = load_config(Path(cfg.run) / CONFIG)
-        node, of_images = of_run.backbone, of_run.transform.eval
-        weights = f"{setup.choices['backbone']} of {Path(cfg.run).parent.name}/{Path(cfg.run).name}"
+        of_run = read_config(Path(args.run) / CONFIG)
+        node, of_images = of_run["backbone"], of_run["transform"]["eval"]
+        weights = f"{setup.choices['backbone']} of {Path(args.run).parent.name}/{Path(args.run).name}"
     else:
         seed_everything(0)  # of weights that are random
-        backbone = component(cfg.backbone)
-        node, of_images = cfg.backbone, cfg.transform.eval
-        known = "pretrained weights" if cfg.backbone.get("pretrained") else "RANDOM weights"
-        if cfg.backbone.get("weights_file") is not None:
-            known = f"the weights of {Path(cfg.backbone.weights_file).name}"
+        backbone = component(args.backbone)
+        node, of_images = args.backbone, args.transform["eval"]
+        known = "pretrained weights" if args.backbone.get("pretrained") else "RANDOM weights"
+        if args.backbone.get("weights_file") is not None:
+            known = f"the weights of {Path(args.backbone['weights_file']).name}"
         elif known == "RANDOM weights":
-            log.warning("%s has random weights: its distances say little", cfg.backbone._target_)
-        weights = f"{network_name(cfg)} with {known}"
+            log.warning("%s has random weights: its distances say little", args.backbone["_target_"])
+        weights = f"{network_name(args)} with {known}"
     size = getattr(component(of_images), "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")
     weights_digest = hashlib.sha256()
     for name, tensor in sorted(backbone.state_dict().items()):
         weights_digest.update(name.encode() + tensor.cpu().numpy().tobytes())
-    settings: Any = OmegaConf.to_container(node, resolve=True)
     about = {
         "data": table.fingerprint,
         "weights": weights_digest.hexdigest(),
         # the same weights make other features with another stride, other levels, other means of colors
-        "network": {key: value for key, value in settings.items() if key not in ("pretrained", "weights_file")},
+        "network": {key: value for key, value in node.items() if key not in ("pretrained", "weights_file")},
         "colors": [getattr(backbone, name).flatten().tolist() for name in ("mean", "std") if hasattr(backbone, name)],
-        "transform": OmegaConf.to_container(of_images, resolve=True),
+        "transform": of_images,
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    path = Path(cfg.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
+    path = Path(args.paths.cache_dir) / "features" / f"{table.name}-{key[:16]}.safetensors"
     try:
         rows = load_file(path)["rows"]
         if rows.ndim != 2 or len(rows) != len(table):
@@ -90,20 +88,20 @@ def features_of(cfg: DictConfig) -> Features:
             return pooled_map
 
         every = np.arange(len(table))
-        rows = build.embedded(cfg, table, every, pooled, device, transform=of_images, describe="features").rows.numpy()
+        rows = build.embedded(args, table, every, pooled, device, transform=of_images, describe="features").rows.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, save({"rows": rows}))
     return Features(table, rows.astype("float64"), measured_by, hashlib.sha256(rows.tobytes()).hexdigest())
 
 
-def network_name(cfg: DictConfig) -> str:
+def network_name(args: Any) -> str:
     """The chosen option, or the name of a timm network."""
-    return str(cfg.backbone.get("name") or cfg.network)
+    return str(args.backbone.get("name") or args.network)
 
 
-def write_output(cfg: DictConfig, document: dict[str, Any]) -> list[str]:
-    """Write a JSON document to ``cfg.output``, if that is given; return the lines to print."""
-    if cfg.output is None:
+def write_output(args: Any, document: dict[str, Any]) -> list[str]:
+    """Write a JSON document to ``args.output``, if that is given; return the lines to print."""
+    if args.output is None:
         return []
-    write_json(Path(cfg.output), document)
-    return [f"written: {cfg.output}"]
+    write_json(Path(args.output), document)
+    return [f"written: {args.output}"]

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from dmlbench.apps.loaded import config_with_weights, load_run
 from dmlbench.components import component, imported
-from dmlbench.config import load_config
+from dmlbench.config import read_config
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
 from dmlbench.evaluation.embeddings.embed import check_finite
 from dmlbench.evaluation.evaluate import evaluate
@@ -122,14 +121,14 @@ class FewShotPlan:
         return Adaptation(steps, lr, decay, self.batch_size, self.images_per_class, beta, self.margin)
 
 
-def initial_boundary(loss: DictConfig) -> float:
+def initial_boundary(loss: Mapping[str, Any]) -> float:
     """Initial boundary of a run's margin loss; 1.2 for losses without boundaries.
 
     Source: ooDML's code reads --loss_margin_beta of the training command, whose default is 1.2 (parameters.py), when it
     adapts (utilities/finetune_utils.py); S2SD was trained with 0.6 (OOD-Study_FewShot.sh).
     """
-    has_boundaries = issubclass(imported(loss._target_, "loss"), (MarginOodml, Diva))
-    return float(loss.beta) if has_boundaries else Adaptation.beta
+    has_boundaries = issubclass(imported(loss["_target_"], "loss"), (MarginOodml, Diva))
+    return float(loss["beta"]) if has_boundaries else Adaptation.beta
 
 
 @dataclass(frozen=True)
@@ -262,8 +261,8 @@ def few_shot_of_run(
     """
     result = read_result(run_dir)
     bound = _bound_to(run_dir, result)
-    config = load_config(run_dir / CONFIG)
-    trained_by, boundary = component(config.optim), initial_boundary(config.loss)
+    config = read_config(run_dir / CONFIG)
+    trained_by, boundary = component(config["optim"]), initial_boundary(config["loss"])
     drawn = None
     if plan.official is not None:
         drawn = {"sha256": plan.official.sha256, "merge_order": list(plan.official.merge_order)}
@@ -358,7 +357,7 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     require_tested(run_dir, result)
     if "rerank" in result:
         raise RunError(f"{run_dir} reranks, which episodes do not. Name the same run without rerank.")
-    head: type[nn.Module] = imported(config_with_weights(run_dir).head._target_, "head")
+    head: type[nn.Module] = imported(config_with_weights(run_dir)["head"]["_target_"], "head")
     if not issubclass(head, Projection):
         raise RunError(f"head of {run_dir}: got {head.__name__}, expected a linear layer.")
     return require_own_files(run_dir, result, (BEST,))

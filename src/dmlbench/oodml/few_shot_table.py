@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import COLORS, plt, save_figure
 from dmlbench.components import component
@@ -23,22 +23,24 @@ Row = tuple[SplitRun, Mapping[int, Compared]]
 """A run with its scores by number of shots."""
 
 
-def few_shot(cfg: DictConfig) -> Iterator[str]:
+def few_shot(args: Any) -> Iterator[str]:
     """Adapt the chosen runs, and write a table and figures of each group."""
-    shots = listed(cfg.shots)
+    shots = listed(args.shots)
     if any(type(k) is not int for k in shots):
-        raise ConfigError(f"shots: got {cfg.shots}, expected whole numbers such as shots=2,5,10.")
+        raise ConfigError(f"shots: got {args.shots}, expected whole numbers such as shots=2,5,10.")
     official = None
-    if cfg.official is not None:
-        official = read_official(Path(cfg.official), listed(cfg.merge_order))
-    elif cfg.merge_order is not None:
+    if args.official is not None:
+        official = read_official(Path(args.official), listed(args.merge_order))
+    elif args.merge_order is not None:
         raise ConfigError("merge_order belongs to official=<file>. Leave it out.")
     keys = ("steps", "batch_size", "images_per_class", "beta", "margin", "lr_factor", "weight_decay", "memory_bytes")
-    own = {key: cfg[key] for key in keys}
-    plan = FewShotPlan(tuple(shots), cfg.episodes, component(cfg.evaluation), official=official, **own)
+    own = {key: getattr(args, key) for key in keys}
+    plan = FewShotPlan(tuple(shots), args.episodes, component(args.evaluation), official=official, **own)
     scores = plan.spec.score_names
-    for title, stem, runs in grouped_runs(cfg):
-        rows = [(run, few_shot_of_run(run.path, plan, device=cfg.device, num_workers=cfg.num_workers)) for run in runs]
+    for title, stem, runs in grouped_runs(args):
+        rows = [
+            (run, few_shot_of_run(run.path, plan, device=args.device, num_workers=args.num_workers)) for run in runs
+        ]
         table = few_shot_table(f"{title}, few-shot adaptation", rows, scores)
         yield table.to_markdown()
         table.write(stem, ["md", "csv"])

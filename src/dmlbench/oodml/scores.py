@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, find_configs
@@ -27,15 +26,15 @@ Splits = tuple[tuple[str, float], ...]
 AGS = "AGS"
 
 
-def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
+def scores_over_distance(args: Any) -> Iterator[str]:
     """Write a table and figures of the chosen configs for each data set and sequence of splits."""
-    spec: EvaluationSpec = component(cfg.evaluation)
-    frozen = {str(name): _read_frozen(Path(str(name))) for name in listed(cfg.frozen)}
+    spec: EvaluationSpec = component(args.evaluation)
+    frozen = {str(name): _read_frozen(Path(str(name))) for name in listed(args.frozen)}
     unused = set(frozen)
     scores = [score_named(name) for name in asked_columns(spec)]
     tables: list[Table] = []
     written: list[Path] = []
-    found = find_configs(cfg.paths.output_dir, cfg.configs, spec, allow_partial=cfg.allow_partial)
+    found = find_configs(args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial)
     for (dataset, protocol), configs in found.items():
         by_splits: dict[Splits, list[ConfigSummary]] = {}
         for config in configs:
@@ -48,10 +47,10 @@ def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
             table = _with_frozen(_table(dataset, protocol, alike, splits, scores, spec), as_they_are, scores)
             tables.append(table)
             stem = f"{dataset}-{protocol}-over-distance{f'-{i + 1}' if i else ''}"
-            if cfg.name is not None:
-                check_file_name(cfg.name)
-                stem = f"{cfg.name}{f'-{len(tables)}' if len(tables) > 1 else ''}"
-            folder = Path(cfg.paths.output_dir) / "tables"
+            if args.name is not None:
+                check_file_name(args.name)
+                stem = f"{args.name}{f'-{len(tables)}' if len(tables) > 1 else ''}"
+            folder = Path(args.paths.output_dir) / "tables"
             written += table.write(folder / stem)
             for score in scores:
                 path = folder / f"{stem}-{score.name}.png"
@@ -62,7 +61,7 @@ def scores_over_distance(cfg: DictConfig) -> Iterator[str]:
             written.append(folder / f"{stem}-areas.png")
             draw_areas(alike, scores, written[-1], title=table.title, notes=table.cautions)
     if not tables:
-        raise RunError(f"no config that matches '{cfg.configs}' was run over splits; run some with protocol=oodml")
+        raise RunError(f"no config that matches '{args.configs}' was run over splits; run some with protocol=oodml")
     if unused:
         raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these configs; leave it out")
     yield from (table.to_text() for table in tables)

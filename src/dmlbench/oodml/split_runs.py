@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 
 from dmlbench.apps.tables import Found, named_configs
-from dmlbench.config import listed, load_config
+from dmlbench.config import listed, read_config
 from dmlbench.results.cautions import by_row, cautions_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.runtime import read_json, set_strict_float32
@@ -59,15 +58,15 @@ class SplitRun:
         return f"fold {self.fold}" if self.distance is None else f"{name} ({self.distance:.4g})"
 
 
-def grouped_runs(cfg: DictConfig) -> Iterator[tuple[str, Path, list[SplitRun]]]:
+def grouped_runs(args: Any) -> Iterator[tuple[str, Path, list[SplitRun]]]:
     """Title, file stem and members of each group of the runs that a command names."""
-    check_file_name(cfg.name)
+    check_file_name(args.name)
     set_strict_float32()
-    folder = Path(cfg.paths.output_dir) / "tables"
-    paths = chosen_runs(listed(cfg.get("run")), cfg.configs, cfg.paths.output_dir)
+    folder = Path(args.paths.output_dir) / "tables"
+    paths = chosen_runs(listed(getattr(args, "run", None)), args.configs, args.paths.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for (dataset, protocol), runs in named_runs(paths).items():
-        yield f"{dataset} under {protocol}", folder / f"{cfg.name}-{dataset}-{protocol}", runs
+        yield f"{dataset} under {protocol}", folder / f"{args.name}-{dataset}-{protocol}", runs
 
 
 def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> list[Path]:
@@ -91,7 +90,8 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
     results = {path: read_result(path) for path in dict.fromkeys(paths)}
     one_of = {path.parent: path for path in results}
     digests = {  # of the split files; empty for protocols that read none
-        config: str(load_config(run / CONFIG).protocol.get("splits_sha256") or "")[:8] for config, run in one_of.items()
+        config: str(read_config(run / CONFIG)["protocol"].get("splits_sha256") or "")[:8]
+        for config, run in one_of.items()
     }
     configs: dict[Group, dict[Path, Found]] = {}
     for path, result in results.items():

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from dmlbench.apps.pictures import plt, save_figure
@@ -23,26 +22,26 @@ _SEED = 0
 """Of the embedding in the figure."""
 
 
-def make_splits(cfg: DictConfig) -> Iterator[str]:
+def make_splits(args: Any) -> Iterator[str]:
     """Exchange and remove classes, pick splits on the way, and write the file and its figures."""
     counts = ("exchanges", "reversed_exchanges", "removals", "alike", "points")
-    check_at_least(0, **{key: cfg[key] for key in counts})
-    check_at_least(1, per_step=cfg.per_step)
-    check_at_least(2, picks=cfg.picks)
-    if not 0 <= cfg.keep <= 1:
-        raise ConfigError(f"keep: got {cfg.keep}, expected a number in [0, 1].")
+    check_at_least(0, **{key: getattr(args, key) for key in counts})
+    check_at_least(1, per_step=args.per_step)
+    check_at_least(2, picks=args.picks)
+    if not 0 <= args.keep <= 1:
+        raise ConfigError(f"keep: got {args.keep}, expected a number in [0, 1].")
     others = {}  # before the work
-    for also in map(Path, map(str, listed(cfg.also))):
+    for also in map(Path, map(str, listed(args.also))):
         read_splits(also)
         others[also] = read_json(also) if also.suffix == ".json" else {}
         if "way" not in others[also]:
             raise DataError(f"'{also}' does not say the way to its splits; name a file of `dmlbench oodml splits`")
-    features = features_of(cfg)
+    features = features_of(args)
     table = features.table
-    by_class = ClassFeatures.of(features.rows, table.labels, over=cfg.over)
+    by_class = ClassFeatures.of(features.rows, table.labels, over=args.over)
     train, test = halves_of(table)
-    per_step = cfg.per_step or (2 if table.num_classes < _MANY_CLASSES else table.num_classes // 20)
-    total = cfg.exchanges + cfg.reversed_exchanges + cfg.removals
+    per_step = args.per_step or (2 if table.num_classes < _MANY_CLASSES else table.num_classes // 20)
+    total = args.exchanges + args.reversed_exchanges + args.removals
     with tqdm(total=total, desc="splits", unit="step", disable=not sys.stderr.isatty()) as bar:
 
         def walked(steps: Iterable[Step]) -> list[Step]:
@@ -52,21 +51,23 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
                 bar.update()
             return found
 
-        away = walked(exchange(by_class, train, test, steps=cfg.exchanges, per_step=per_step))
-        back = exchange(by_class, train, test, steps=cfg.reversed_exchanges, per_step=per_step, memory=30, reverse=True)
+        away = walked(exchange(by_class, train, test, steps=args.exchanges, per_step=per_step))
+        back = exchange(
+            by_class, train, test, steps=args.reversed_exchanges, per_step=per_step, memory=30, reverse=True
+        )
         nearer = walked(back)[1:]
         furthest = max(away, key=lambda step: step.distance)
         halves = furthest.train, furthest.test
-        further = walked(removal(by_class, *halves, steps=cfg.removals, per_step=per_step, keep=cfg.keep))[1:]
-    picked = pick_evenly([*nearer, *away, *further], cfg.picks)
+        further = walked(removal(by_class, *halves, steps=args.removals, per_step=per_step, keep=args.keep))[1:]
+    picked = pick_evenly([*nearer, *away, *further], args.picks)
     images = np.diff(by_class.start)
     paired = [c for c in (*train, *test) if images[c] > 1]
-    alike = [alike_halves(by_class, paired, seed=seed) for seed in range(cfg.alike)] if paired else []
+    alike = [alike_halves(by_class, paired, seed=seed) for seed in range(args.alike)] if paired else []
     notes = _notes(features, by_class, picked, len(train) + len(test) - len(paired))
-    stem = network_name(cfg) if cfg.run is None else "-".join(Path(cfg.run).parts[-2:])
-    stem = (stem + ("" if cfg.over == "class_means" else f"-{cfg.over}")).replace("/", "_")
+    stem = network_name(args) if args.run is None else "-".join(Path(args.run).parts[-2:])
+    stem = (stem + ("" if args.over == "class_means" else f"-{args.over}")).replace("/", "_")
     stem = f"{table.name}-{stem if is_file_name(stem) else 'splits'}"
-    path = Path(cfg.output or Path(cfg.paths.output_dir) / "oodml" / f"{stem}.json")
+    path = Path(args.output or Path(args.paths.output_dir) / "oodml" / f"{stem}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "format": FORMAT,
@@ -75,10 +76,10 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
         "measured_by": features.measured_by,
         "features_sha256": features.sha256,
         "dimension": features.rows.shape[1],
-        "over": cfg.over,
+        "over": args.over,
         "settings": {
             "per_step": per_step,
-            **{key: cfg[key] for key in ("exchanges", "reversed_exchanges", "removals", "keep", "picks")},
+            **{key: getattr(args, key) for key in ("exchanges", "reversed_exchanges", "removals", "keep", "picks")},
         },
         "notes": notes,
         "alike": alike,
@@ -96,10 +97,10 @@ def make_splits(cfg: DictConfig) -> Iterator[str]:
         name = str(way["measured_by"])
         ways[name if way["dataset"] == table.name and name not in ways else f"{name} ({other})"] = way
     draw_progression(ways, written[1], dataset=table.name)
-    if cfg.points:
+    if args.points:
         written.append(path.with_name(f"{path.stem}-embedding.png"))
         title = f"{table.name}, features of {features.measured_by}"
-        draw_embedding(features.rows, table.labels, picked, written[2], points=cfg.points, title=title)
+        draw_embedding(features.rows, table.labels, picked, written[2], points=args.points, title=title)
     yield f"{table.name}: squared Fréchet distance between the halves, measured by {features.measured_by}"
     for i, step in enumerate(picked, start=1):
         kind = "the data set's own halves" if step.kind == "default" else f"{step.count} {step.kind}"

@@ -7,6 +7,7 @@ Source: Roth et al., Revisiting Training Strategies and Generalization Performan
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,6 @@ import scipy.linalg
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike
-from omegaconf import DictConfig
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
@@ -101,14 +101,14 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
     return found
 
 
-def correlate(cfg: DictConfig) -> Iterator[str]:
+def correlate(args: Any) -> Iterator[str]:
     """Measure the chosen runs, and write tables and a figure of each group."""
-    spec = component(cfg.evaluation)
-    for title, stem, runs in grouped_runs(cfg):
+    spec = component(args.evaluation)
+    for title, stem, runs in grouped_runs(args):
         values = []
         for run in tqdm(runs, desc="structure", disable=None, unit="run"):
             # first: it raises for runs whose embeddings are not compared as unit vectors
-            measures = structure_of_run(run.path, device=cfg.device, num_workers=cfg.num_workers)
+            measures = structure_of_run(run.path, device=args.device, num_workers=args.num_workers)
             known = scores_of_run(run.path, run.result, spec, distance_of=lambda run_dir: None)
             values.append({**measures, **{name: known[name] for name in spec.score_names}})
         frame = frame_of_runs(runs, values)

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
-from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt
 from dmlbench.data.readers.cifar import SIDE
@@ -43,20 +42,20 @@ def rows_by_pixels(source: ImageTable) -> dict[bytes, list[int]]:
     return found
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Make the collages of both layouts, take them apart again, and draw some."""
-    shown = [str(name) for name in cfg.super_classes]
+    shown = [str(name) for name in args.super_classes]
     possible = [name for name in SUPER_CLASSES if name not in BACKGROUND]
     if not shown:
         raise ConfigError(f"super_classes: got an empty list, expected one or more of {', '.join(possible)}.")
     for name in shown:
         check_choice("super_classes", name, possible)
     made = partial(
-        cifar100_collage, cfg.paths.data_dir, cache_dir=cfg.paths.cache_dir, images_per_class=cfg.images_per_class,
-        seed=cfg.seed,
+        cifar100_collage, args.paths.data_dir, cache_dir=args.paths.cache_dir, images_per_class=args.images_per_class,
+        seed=args.seed,
     )  # fmt: skip
     tables: dict[str, ImageTable] = {layout: made(layout=layout) for layout in PARTS}
-    source, classes = classes_of_parts(cfg.paths.data_dir, cfg.paths.cache_dir, "paper")
+    source, classes = classes_of_parts(args.paths.data_dir, args.paths.cache_dir, "paper")
     parts.bind(data=source.fingerprint)
     known = rows_by_pixels(source)
     found = parts.get(list(PARTS), lambda layout: _taken_apart(tables[layout], source, known), describe="layouts")
@@ -73,7 +72,7 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         ),
         _claims(found),
         (
-            f"the first {cfg.images_per_class} images of each class of CIFAR-100, seed {cfg.seed}; each collage was "
+            f"the first {args.images_per_class} images of each class of CIFAR-100, seed {args.seed}; each collage was "
             "cut into quadrants, and these were looked up among the 60,000 images by their pixels",
             "classes: of CIFAR-100, those seen in these collages; an image of two classes counts for neither",
             "picture: of each super-class a class that trains, one that validates and one that tests in the paper's "

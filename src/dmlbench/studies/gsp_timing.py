@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from torch import Tensor
 
 from dmlbench.apps.pictures import plt
@@ -139,32 +138,32 @@ def network_time(backbone: Backbone, *, image_size: int, rounds: int, device: to
     return median(times["network"]), map_shape[2] * map_shape[3]
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Time the transport alone over iterations, prototypes and pixels, and beside a network."""
-    iterations = tuple(several_values(cfg, "iterations"))
-    require_positive(cfg, "batch", "rounds")
-    seed_everything(cfg.seed)
+    iterations = tuple(several_values(args, "iterations"))
+    require_positive(args, "batch", "rounds")
+    seed_everything(args.seed)
     usual = Transport(
-        cfg.pixels_of_others, cfg.prototypes_of_others, iterations, cfg.batch, cfg.rounds, cfg.transport_ratio,
-        cfg.smoothing, parts.device, cfg.seed,
+        args.pixels_of_others, args.prototypes_of_others, iterations, args.batch, args.rounds, args.transport_ratio,
+        args.smoothing, parts.device, args.seed,
     )  # fmt: skip
 
     def compute(name: str) -> Any:
         if name == "iterations":
             return usual.times()
         if name == "network":
-            backbone = component(cfg.backbone)
-            rounds = max(3, cfg.rounds // 5)
+            backbone = component(args.backbone)
+            rounds = max(3, args.rounds // 5)
             of_network, pixels = network_time(
-                backbone, image_size=cfg.image_size, rounds=rounds, device=parts.device
+                backbone, image_size=args.image_size, rounds=rounds, device=parts.device
             )  # fmt: skip
             times = replace(usual, batch=1, pixels=pixels).inference_times()
             return {"network": of_network, "pixels": pixels, "times": times}
         over, _, value = name.partition(" ")
         size: dict[str, Any] = {over: int(value)}
-        return replace(usual, iterations=(cfg.iterations_of_others,), **size).times()
+        return replace(usual, iterations=(args.iterations_of_others,), **size).times()
 
-    sizes = [*(f"prototypes {m}" for m in cfg.prototypes), *(f"pixels {n}" for n in cfg.pixels)]
+    sizes = [*(f"prototypes {m}" for m in args.prototypes), *(f"pixels {n}" for n in args.pixels)]
     found = parts.get(["iterations", *sizes, "network"], compute, describe="timing")
     by_k = training_times(found["iterations"])
     first, last = str(iterations[0]), str(iterations[-1])
@@ -173,12 +172,12 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     rows += [_row(f"k = {k}", found["iterations"][str(k)], by_k[CLOSED][str(k)], exact) for k in iterations]
     for name in sizes:
         one, shown = found[name], name.replace(" ", " = ")
-        k = str(cfg.iterations_of_others)
+        k = str(args.iterations_of_others)
         rows.append(_row(f"exact, {shown}", one["exact"], None))
         rows.append(_row(f"k = {k}, {shown}", one[k], training_times(one)[CLOSED][k], one["exact"]["both"]))
     added = {name: 100 * ms / found["network"]["network"] for name, ms in found["network"]["times"].items()}
     growth = {way: by_k[way][last] - by_k[way][first] for way in (AUTODIFF, CLOSED)}
-    forward = cfg.batch * found["network"]["network"]
+    forward = args.batch * found["network"]["network"]
     more = {
         way: f"from k = {first} to {last} {ms:.1f} ms more, of {by_k[way][first]:.1f} ms; that is "
         f"{100 * ms / forward:.2f} % of the network's forward pass"
@@ -197,17 +196,17 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     )  # fmt: skip
     notes = (
         f"m = {usual.prototypes} prototypes and n = {usual.pixels} pixels where nothing else is said, batches of "
-        f"{cfg.batch}, mu = {cfg.transport_ratio:g}, epsilon = {cfg.smoothing:g}; medians of {cfg.rounds} rounds "
+        f"{args.batch}, mu = {args.transport_ratio:g}, epsilon = {args.smoothing:g}; medians of {args.rounds} rounds "
         "in turns, of the process's own time on a CPU; from the costs on, which both solvers share",
         "closed form: k iterations without a graph, then the exact solver's backward pass",
-        f"network: {cfg.network}, one image of {cfg.image_size} pixels, {found['network']['network']:.0f} ms, "
+        f"network: {args.network}, one image of {args.image_size} pixels, {found['network']['network']:.0f} ms, "
         f"{found['network']['pixels']} pixels in its map; random weights, which cost the same time",
         f"little is less than {_MARGINAL:.0%} of the network's forward pass for the batch, taken as that of one image "
         "times the batch; the paper times training on its GPU",
     )
     heads = ("transport", "forward, ms", "with gradient, ms", "with closed form, ms", "exact / with closed form")
     title = "Time of GSP's transport"
-    return Findings(title, heads, tuple(rows), claims, notes, _figure(found, iterations, cfg, title))
+    return Findings(title, heads, tuple(rows), claims, notes, _figure(found, iterations, args, title))
 
 
 def _row(name: str, one: Mapping[str, float], closed: float | None, exact: float | None = None) -> tuple[str, ...]:
@@ -215,15 +214,15 @@ def _row(name: str, one: Mapping[str, float], closed: float | None, exact: float
     return (name, f"{one['forward']:.2f}", f"{one['both']:.2f}", *rest)
 
 
-def _figure(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConfig, title: str) -> Figure:
+def _figure(found: Mapping[str, Any], iterations: tuple[int, ...], args: Any, title: str) -> Figure:
     figure, panels = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
     for way, of_k in training_times(found["iterations"]).items():
         values = [of_k[str(k)] for k in iterations]
         panels[0].plot(iterations, values, marker=_MARKERS[way], markersize=4, label=way)
     panels[0].set_title("figures 7 and 9: forward and backward", fontsize=9)
     panels[0].set_xlabel("iterations k")
-    k = str(cfg.iterations_of_others)
-    for axes, over, values in ((panels[1], "prototypes", cfg.prototypes), (panels[2], "pixels", cfg.pixels)):
+    k = str(args.iterations_of_others)
+    for axes, over, values in ((panels[1], "prototypes", args.prototypes), (panels[2], "pixels", args.pixels)):
         for way in (EXACT, AUTODIFF, CLOSED):
             times = [training_times(found[f"{over} {value}"])[way][k] for value in values]
             axes.plot(list(values), times, marker=_MARKERS[way], markersize=4, label=way)
@@ -235,7 +234,7 @@ def _figure(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConf
                    label="iterations")  # fmt: skip
     panels[3].axhline(added["exact"], linestyle="--", color="tab:blue", label="exact")
     panels[3].axhline(6, linestyle=":", color="0.5", label="6 % (the paper, k of 25 to 50)")
-    panels[3].set_title(f"figure 8: inference, one image, {cfg.network}", fontsize=9)
+    panels[3].set_title(f"figure 8: inference, one image, {args.network}", fontsize=9)
     panels[3].set_xlabel("iterations k")
     panels[3].set_ylabel("% of the network's time")
     for axes in panels:
@@ -243,6 +242,6 @@ def _figure(found: Mapping[str, Any], iterations: tuple[int, ...], cfg: DictConf
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
     for axes in panels[:3]:
-        axes.set_ylabel(f"ms for {cfg.batch} images")
+        axes.set_ylabel(f"ms for {args.batch} images")
     figure.suptitle(title, fontsize=10)
     return figure

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.path import Path as Polygon
-from omegaconf import DictConfig
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.losses import ContrastiveLoss
 from scipy.spatial import ConvexHull
@@ -132,15 +131,15 @@ def share_in_other_hulls(points: Float, labels: Sequence[int]) -> float:
     return float(inside.mean())
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Train both poolings from every seed."""
-    require_positive(cfg, "repeats", "epochs", "steps_per_epoch", "samples_per_class", "validation_samples",
+    require_positive(args, "repeats", "epochs", "steps_per_epoch", "samples_per_class", "validation_samples",
                      "test_samples")  # fmt: skip
-    if cfg.embedding_size < 2:
-        raise ConfigError(f"embedding_size: got {cfg.embedding_size}, expected 2 or more for the figure.")
-    seeds = range(cfg.seed, cfg.seed + cfg.repeats)
+    if args.embedding_size < 2:
+        raise ConfigError(f"embedding_size: got {args.embedding_size}, expected 2 or more for the figure.")
+    seeds = range(args.seed, args.seed + args.repeats)
     names = {f"{way}, seed {seed}": (way, seed) for seed in seeds for way in _TITLES}
-    found = parts.get(list(names), lambda name: _trained(*names[name], cfg, parts), describe="trainings")
+    found = parts.get(list(names), lambda name: _trained(*names[name], args, parts), describe="trainings")
     by_way = {way: [found[f"{way}, seed {seed}"] for seed in seeds] for way in _TITLES}
     columns = ("map_at_r", "p_at_1", "background", "overlap")
     steps = {way: ", ".join(f"{one['best_step']} of {one['steps']}" for one in runs) for way, runs in by_way.items()}
@@ -159,46 +158,48 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               f"{100 * gsp['background']:.1f} % of its weight on them, of GAP's {100 * gap['background']:.1f} %",
               gsp["background"] < gap["background"]),
     )  # fmt: skip
-    pooling = cfg.pooling
+    pooling = args.pooling
     notes = (
         f"{NUM_CLASSES} classes of 4 tokens and 4 of the background, samples of 50 tokens, of the class the share "
-        f"N({cfg.mixing_mean:g}, {cfg.mixing_std:g}); Adam {cfg.lr:g}, tokens cut to ±{cfg.limit:g}, patience of "
-        f"{cfg.patience} epochs, {cfg.samples_per_class} samples of each class in a batch; no normalization",
-        f"by the public code: epochs of {cfg.steps_per_epoch} batches, memory filled after step {pooling.start_step}",
-        f"not given, so ours: {cfg.embedding_size} dimensions, contrastive loss with margin {cfg.margin:g}, GSP with m "
-        f"= {pooling.num_prototypes}, mu = {pooling.transport_ratio:g}, epsilon = {pooling.smoothing:g}; at most "
-        f"{cfg.epochs} epochs",
-        f"on {cfg.test_samples} new samples of each class; mean ± population deviation over {cfg.repeats} seeds from "
-        f"{cfg.seed} on",
+        f"N({args.mixing_mean:g}, {args.mixing_std:g}); Adam {args.lr:g}, tokens cut to ±{args.limit:g}, patience of "
+        f"{args.patience} epochs, {args.samples_per_class} samples of each class in a batch; no normalization",
+        f"by the public code: epochs of {args.steps_per_epoch} batches, memory filled after step "
+        f"{pooling['start_step']}",
+        f"not given, so ours: {args.embedding_size} dimensions, contrastive loss with margin {args.margin:g}, GSP with "
+        f"m = {pooling['num_prototypes']}, mu = {pooling['transport_ratio']:g}, epsilon = {pooling['smoothing']:g}; at "
+        f"most {args.epochs} epochs",
+        f"on {args.test_samples} new samples of each class; mean ± population deviation over {args.repeats} seeds from "
+        f"{args.seed} on",
     )
     heads = ("pooling", "MAP@R, %", "P@1, %", "weight on the background, %", "in another class's hull, %", "best step")
     title = "Bags of trainable tokens"
-    return Findings(title, heads, rows, claims, notes, _figure(found, cfg.seed, title))
+    return Findings(title, heads, rows, claims, notes, _figure(found, args.seed, title))
 
 
-def _trained(way: str, seed: int, cfg: DictConfig, parts: Parts) -> dict[str, Any]:
-    mixing = {"mixing_mean": cfg.mixing_mean, "mixing_std": cfg.mixing_std}
+def _trained(way: str, seed: int, args: Any, parts: Parts) -> dict[str, Any]:
+    mixing = {"mixing_mean": args.mixing_mean, "mixing_std": args.mixing_std}
     validation, test = (
-        bags(cfg[f"{part}_samples"], generator("tokens", part, seed), **mixing) for part in ("validation", "test")
+        bags(getattr(args, f"{part}_samples"), generator("tokens", part, seed), **mixing)
+        for part in ("validation", "test")
     )
     seed_everything(derive_seed(seed, "tokens"))  # the same tokens for both
     pooling = component({"_target_": "dmlbench.models.pooling.global_pooling.Gap"}) if way == "gap" else None
-    model = TokenModel(pooling or component(cfg.pooling), cfg.embedding_size, limit=cfg.limit)
-    objective = Objective(ContrastiveLoss(pos_margin=0.0, neg_margin=cfg.margin, distance=model.distance))
-    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    model = TokenModel(pooling or component(args.pooling), args.embedding_size, limit=args.limit)
+    objective = Objective(ContrastiveLoss(pos_margin=0.0, neg_margin=args.margin, distance=model.distance))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     def clip(*_: Any) -> None:
         with torch.no_grad():
-            model.tokens.clamp_(-cfg.limit, cfg.limit)
+            model.tokens.clamp_(-args.limit, args.limit)
 
     def validate() -> Mapping[str, float]:
         model.eval()
         return scores(model, *validation)
 
     optimizer.register_step_post_hook(clip)
-    batches = TokenBatches(cfg.samples_per_class, seed=seed, mixing=mixing)
-    steps = cfg.steps_per_epoch
-    settings = FitSettings(cfg.epochs * steps, steps, patience=cfg.patience, keep="both", log_every=steps)
+    batches = TokenBatches(args.samples_per_class, seed=seed, mixing=mixing)
+    steps = args.steps_per_epoch
+    settings = FitSettings(args.epochs * steps, steps, patience=args.patience, keep="both", log_every=steps)
     folder = parts.path.with_name(f"{parts.path.stem}.running") / f"{way}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     cpu = torch.device("cpu")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from scipy.stats import spearmanr
 
 from dmlbench.apps.pictures import plt
@@ -26,16 +25,16 @@ Scores = dict[str, list[float]]
 """By metric, a value for each run."""
 
 
-def over_mu(cfg: DictConfig, parts: Parts) -> Findings:
+def over_mu(args: Any, parts: Parts) -> Findings:
     """Train and test at every mu, the share of the pixels that is transported."""
-    values = several_values(cfg, "transport_ratios")
+    values = several_values(args, "transport_ratios")
     if values[-1] > 1:
         raise ConfigError(f"transport_ratios: got {values}, expected two or more numbers in (0, 1].")
     configs = {f"mu = {value:g}": ("pooling=gsp", f"pooling.transport_ratio={value}") for value in values}
-    found = scores_of(configs, cfg, parts)
+    found = scores_of(configs, args, parts)
     means = {value: _mean(found[f"mu = {value:g}"]) for value in values}
     best = max(means, key=lambda value: means[value])
-    low, high = ([means[value] for value in values if (value <= cfg.low) == is_low] for is_low in (True, False))
+    low, high = ([means[value] for value in values if (value <= args.low) == is_low] for is_low in (True, False))
     shown = ", ".join(f"{value:g}: {score:.1f}" for value, score in means.items())
     of_growing = [*low[-1:], *high]  # what is said of the low ones is that they are alike
     falls = bool(np.all(np.diff(of_growing) < 0)) if high and len(of_growing) > 1 else None
@@ -45,7 +44,7 @@ def over_mu(cfg: DictConfig, parts: Parts) -> Findings:
         shown += f" (rank correlation {correlation:.1f}: on the whole, not at every step)"
     claims = (
         Claim("5.2.2, figure 7", "similar performance for lower mu",
-              f"up to {cfg.low:g} MAP@R differs by {max(low) - min(low):.1f} points" if low else "none was tried",
+              f"up to {args.low:g} MAP@R differs by {max(low) - min(low):.1f} points" if low else "none was tried",
               None),
         Claim("5.2.2, figure 7", "performance falls as mu grows", shown, falls),
         Claim("5.2.2", "0.3 is suggested", f"best at {best:g}", None),
@@ -60,14 +59,14 @@ def over_mu(cfg: DictConfig, parts: Parts) -> Findings:
         axes.set(xlabel="mu", ylabel=label)
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontsize=9)
-    note = f"lower mu: at most {cfg.low:g}; mu = 1 is average pooling"
-    return _findings(title, "mu", found, claims, note, cfg, figure)
+    note = f"lower mu: at most {args.low:g}; mu = 1 is average pooling"
+    return _findings(title, "mu", found, claims, note, args, figure)
 
 
-def over_m_and_epsilon(cfg: DictConfig, parts: Parts) -> Findings:
+def over_m_and_epsilon(args: Any, parts: Parts) -> Findings:
     """Train and test at every pair of numbers of prototypes m and smoothings epsilon, and with average pooling."""
-    prototypes, smoothings = several_values(cfg, "prototypes"), several_values(cfg, "smoothings")
-    ratio = f"pooling.transport_ratio={cfg.transport_ratio}"
+    prototypes, smoothings = several_values(args, "prototypes"), several_values(args, "smoothings")
+    ratio = f"pooling.transport_ratio={args.transport_ratio}"
     configs = {_BASELINE: ("pooling=gap",)} | {
         f"m = {m}, epsilon = {value:g}": (
             "pooling=gsp", f"pooling.num_prototypes={m}", f"pooling.smoothing={value}", ratio
@@ -75,7 +74,7 @@ def over_m_and_epsilon(cfg: DictConfig, parts: Parts) -> Findings:
         for m in prototypes
         for value in smoothings
     }  # fmt: skip
-    found = scores_of(configs, cfg, parts)
+    found = scores_of(configs, args, parts)
     means = {name: _mean(scores) for name, scores in found.items()}
     baseline = means.pop(_BASELINE)
     grid = np.array(list(means.values())).reshape(len(prototypes), len(smoothings))
@@ -89,23 +88,23 @@ def over_m_and_epsilon(cfg: DictConfig, parts: Parts) -> Findings:
               f"{over_smoothing:.1f} over epsilon", None),
     )  # fmt: skip
     title = "GSP over the number of prototypes and the smoothing"
-    note = f"mu = {cfg.transport_ratio:g}; the data are others than the paper's"
+    note = f"mu = {args.transport_ratio:g}; the data are others than the paper's"
     figure = _heat_map(prototypes, smoothings, grid, f"{title}\n(GAP: {baseline:.1f})")
-    return _findings(title, "pooling", found, claims, note, cfg, figure)
+    return _findings(title, "pooling", found, claims, note, args, figure)
 
 
-def scores_of(configs: Mapping[str, Sequence[str]], cfg: DictConfig, parts: Parts) -> dict[str, Scores]:
-    """Test scores over ``cfg.folds`` and ``cfg.repeats`` of configs, given as overrides by name."""
+def scores_of(configs: Mapping[str, Sequence[str]], args: Any, parts: Parts) -> dict[str, Scores]:
+    """Test scores over ``args.folds`` and ``args.repeats`` of configs, given as overrides by name."""
     names = {
         f"{config}, fold {fold}, repeat {repeat}": (config, f"fold={fold}", f"repeat={repeat}")
         for config in configs
-        for fold in cfg.folds
-        for repeat in range(cfg.repeats)
+        for fold in args.folds
+        for repeat in range(args.repeats)
     }
 
     def compute(name: str) -> dict[str, float]:
         config, *where = names[name]
-        result: dict[str, Any] = read_result(run_of(cfg, [*configs[config], *where]))
+        result: dict[str, Any] = read_result(run_of(args, [*configs[config], *where]))
         parts.bind(data=result["dataset_fingerprint"])
         return {metric: result["metrics"]["test"][metric] for metric in ("p_at_1", "map_at_r")}
 
@@ -124,14 +123,14 @@ def _mean(scores: Scores) -> float:
 
 
 def _findings(
-    title: str, what: str, found: Mapping[str, Scores], claims: tuple[Claim, ...], note: str, cfg: DictConfig,
+    title: str, what: str, found: Mapping[str, Scores], claims: tuple[Claim, ...], note: str, args: Any,
     figure: Figure,
 ) -> Findings:  # fmt: skip
     rows = tuple((name, *(spread(scores[metric]) for metric in _METRICS)) for name, scores in found.items())
     notes = (
         note,
-        f"runs: {trained_by(cfg)}",
-        f"test scores of folds {', '.join(map(str, cfg.folds))}, {cfg.repeats} repeats each; mean ± population "
+        f"runs: {trained_by(args)}",
+        f"test scores of folds {', '.join(map(str, args.folds))}, {args.repeats} repeats each; mean ± population "
         "deviation over these runs, which share their seeds from row to row",
     )
     return Findings(title, (what, *_METRICS.values()), rows, claims, notes, figure)

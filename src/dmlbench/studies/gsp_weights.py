@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from omegaconf import DictConfig
 
 from dmlbench.apps.pictures import plt
 from dmlbench.models.transport import prototype_cost, transport_weights
@@ -45,12 +44,12 @@ def linear_program(cost: Float, ratio: float) -> Float:
     return weights / ratio
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Solve both problems."""
-    smoothings = several_values(cfg, "smoothings")[::-1]
-    if not 0 < cfg.transport_ratio < 1:
-        raise ConfigError(f"transport_ratio: got {cfg.transport_ratio}, expected a number between 0 and 1.")
-    colors, is_informative = color_map(cfg.noise, seed=cfg.seed)
+    smoothings = several_values(args, "smoothings")[::-1]
+    if not 0 < args.transport_ratio < 1:
+        raise ConfigError(f"transport_ratio: got {args.transport_ratio}, expected a number between 0 and 1.")
+    colors, is_informative = color_map(args.noise, seed=args.seed)
     features = torch.from_numpy(colors.reshape(1, -1, 3))
     cost = prototype_cost(features, torch.from_numpy(np.stack([_RED, _BLUE])))
     names = {"linear program": None, **{f"epsilon = {value:g}": value for value in smoothings}, "GAP": 0.0}
@@ -58,8 +57,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
     def compute(name: str) -> list[float]:
         smoothing = names[name]
         if smoothing is None:
-            return linear_program(cost[0].numpy(), cfg.transport_ratio).tolist()
-        ratio = cfg.transport_ratio if smoothing else 1.0
+            return linear_program(cost[0].numpy(), args.transport_ratio).tolist()
+        ratio = args.transport_ratio if smoothing else 1.0
         return transport_weights(cost, transport_ratio=ratio, smoothing=smoothing or 1.0).weights[0].tolist()
 
     found = parts.get(list(names), compute, describe="weights")
@@ -96,8 +95,8 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               f"{smoothings[0]:g}, {100 * flat['apart']:.1f} % at {smoothings[-1]:g}", sharp["apart"] < flat["apart"]),
     )  # fmt: skip
     notes = (
-        f"mu = {cfg.transport_ratio:g}, true share 0.5; where the colors lie, noise of {cfg.noise:g} a channel (seed "
-        f"{cfg.seed}, without it all red and blue pixels are alike) and the values of epsilon are ours",
+        f"mu = {args.transport_ratio:g}, true share 0.5; where the colors lie, noise of {args.noise:g} a channel (seed "
+        f"{args.seed}, without it all red and blue pixels are alike) and the values of epsilon are ours",
         f"used: with at least {_COVERED:g} of the weight that it would have if red and blue pixels shared it evenly",
         "lies elsewhere: half of the sum of absolute differences of the weights",
     )

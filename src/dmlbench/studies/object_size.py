@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from PIL import Image
 
 from dmlbench.apps.loaded import distance_of_run
 from dmlbench.apps.pictures import plt
 from dmlbench.components import component
-from dmlbench.config import load_config
+from dmlbench.config import listed, read_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -58,14 +57,14 @@ def by_size(hits: Float, shares: Float, edges: Sequence[float]) -> tuple[list[fl
     return [float(values.mean()) if len(values) else None for values in own], [len(values) for values in own]
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Group the queries of finished runs by the size of their object."""
-    edges = [float(edge) for edge in cfg.edges]
+    edges = [float(edge) for edge in args.edges]
     if edges != sorted(set(edges)) or len(edges) < 2 or (edges[0], edges[-1]) != (0.0, 1.0):
         raise ConfigError(f"edges: got {edges}, expected numbers that ascend from 0 to 1, such as [0,0.2,0.4,1].")
     runs: dict[str, tuple[str, Path]] = {}
     for way in _WAYS:
-        given = [cfg[way]] if isinstance(cfg[way], str) else list(cfg[way] or ())
+        given = listed(getattr(args, way))
         if not given:
             raise ConfigError(f"{way}=... is missing. Name run directories of models with {_WAYS[way]} pooling.")
         runs |= {f"{way} {i}": (way, Path(str(name))) for i, name in enumerate(given)}
@@ -104,7 +103,7 @@ def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, An
     result = read_result(run_dir)
     require_own_files(run_dir, result, (EMBEDDINGS,))
     parts.bind(data=result["dataset_fingerprint"])
-    table: ImageTable = component(load_config(run_dir / CONFIG).dataset.table)
+    table: ImageTable = component(read_config(run_dir / CONFIG)["dataset"]["table"])
     if table.fingerprint != result["dataset_fingerprint"]:
         raise DataError(f"{table.name} is not the data of {run_dir}; place the same images again")
     stored = load_embeddings(run_dir / EMBEDDINGS)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
@@ -43,12 +42,12 @@ _TOLD = 0.02
 _DISTANCES = {"l2": "Euclidean", "cosine": "cosine"}
 
 
-def _trained(cfg: DictConfig, parts: Parts, pooling: str, regularizer: str) -> tuple[Described, Splits, dict[str, Any]]:
+def _trained(args: Any, parts: Parts, pooling: str, regularizer: str) -> tuple[Described, Splits, dict[str, Any]]:
     """Train a model with prototypes: its outputs for test images, halves of the classes, and what is drawn."""
-    overrides = [f"pooling={pooling}", f"pooling.num_prototypes={cfg.prototypes}", regularizer]
-    setup = trained.trained_setup(cfg, overrides, parts)
-    described = trained.describe(setup, trained.sample_test_rows(setup, count=cfg.eval_images, seed=cfg.seed))
-    splits = trained.halves(described.num_classes, cfg.splits, seed=cfg.seed)
+    overrides = [f"pooling={pooling}", f"pooling.num_prototypes={args.prototypes}", regularizer]
+    setup = trained.trained_setup(args, overrides, parts)
+    described = trained.describe(setup, trained.sample_test_rows(setup, count=args.eval_images, seed=args.seed))
+    splits = trained.halves(described.num_classes, args.splits, seed=args.seed)
     shown = trained.prototypes_by_class(setup, described, images=2)
     return described, splits, {**shown, "images": len(described.labels)}
 
@@ -118,16 +117,16 @@ def cross_class(described: Described, splits: Splits, *, ridge: float, metric: s
     return {**found, "crossed": crossed, "same": same}
 
 
-def xml(cfg: DictConfig, parts: Parts) -> Findings:
+def xml(args: Any, parts: Parts) -> Findings:
     """Train the three models, then cover, fit and predict."""
-    require_positive(cfg, "images", "centers", "splits", "eval_images", "prototypes")
+    require_positive(args, "images", "centers", "splits", "eval_images", "prototypes")
 
     def compute(name: str) -> Any:
         if name == "cover":
-            setup = trained.trained_setup(cfg, ["pooling=gap", "head.out_features=2"], parts)
-            return _covered(setup, trained.sample_test_rows(setup, count=cfg.images, seed=cfg.seed), cfg)
-        described, splits, shown = _trained(cfg, parts, "gap_histogram", _XML[name])
-        return {**cross_class(described, splits, ridge=cfg.ridge, metric=cfg.metric), **shown}
+            setup = trained.trained_setup(args, ["pooling=gap", "head.out_features=2"], parts)
+            return _covered(setup, trained.sample_test_rows(setup, count=args.images, seed=args.seed), args)
+        described, splits, shown = _trained(args, parts, "gap_histogram", _XML[name])
+        return {**cross_class(described, splits, ridge=args.ridge, metric=args.metric), **shown}
 
     found = parts.get(["cover", *_XML], compute, describe="trainings")
     covered, (without, with_) = found["cover"], (found[way] for way in _XML)
@@ -137,7 +136,7 @@ def xml(cfg: DictConfig, parts: Parts) -> Findings:
              "entropy of a class, bits")  # fmt: skip
     rows = tuple(
         (way, f"{100 * one['fitted']:.1f}", spread(one["crossed"]), spread(one["same"]), f"{100 * one['own']:.1f}",
-         f"{bits[way]:.2f} of {np.log2(cfg.prototypes):.2f}")
+         f"{bits[way]:.2f} of {np.log2(args.prototypes):.2f}")
         for way, one in zip(_XML, (without, with_), strict=True)
     )  # fmt: skip
     gain = np.array(with_["crossed"]) - np.array(without["crossed"])
@@ -160,24 +159,25 @@ def xml(cfg: DictConfig, parts: Parts) -> Findings:
               tied["without XML"] > tied["with XML"]),
     )  # fmt: skip
     notes = (
-        f"trained by: {trained.trained_by(cfg)}",
+        f"trained by: {trained.trained_by(args)}",
         "without XML the prototypes learn |V Z - Y|^2 instead (section 2.2)",
-        f"figure 3: {cfg.centers} prototypes by greedy k-center among the pixels of {cfg.images} test images a class, "
-        "embeddings of two dimensions",
-        f"figure 4: {cfg.prototypes} prototypes, {without['images']:,} test images, {cfg.splits} random halves of the "
-        f"classes, ridge {cfg.ridge:g}; MAP is {cfg.metric}; the paper names neither the loss nor the kind of MAP",
+        f"figure 3: {args.centers} prototypes by greedy k-center among the pixels of {args.images} test images a "
+        "class, embeddings of two dimensions",
+        f"figure 4: {args.prototypes} prototypes, {without['images']:,} test images, {args.splits} random halves of "
+        f"the classes, ridge {args.ridge:g}; MAP is {args.metric}; the paper names neither the loss nor the kind of "
+        "MAP",
         "MAPx ranks among half of the classes, MAPc among all: compare MAPx with the column of the same halves",
     )
     title = "Prototypes of CIFAR-10 with and without XML"
     return Findings(title, heads, rows, claims, notes, _xml_figure(found, title))
 
 
-def _covered(setup: Setup, rows: IntArray, cfg: DictConfig) -> dict[str, Any]:
+def _covered(setup: Setup, rows: IntArray, args: Any) -> dict[str, Any]:
     features = local_features(setup, rows)  # [N, HW, 2]
     flat = features.flatten(0, 1)
-    prototypes, delta = cover(flat, cfg.centers)
+    prototypes, delta = cover(flat, args.centers)
     apart = discrepancy(features, prototypes)
-    some = np.random.default_rng(cfg.seed).permutation(len(flat))[:_POINTS]
+    some = np.random.default_rng(args.seed).permutation(len(flat))[:_POINTS]
     shown = int(apart["nearest"].argmax())
     return {
         "delta": delta,
@@ -240,14 +240,14 @@ def zero_shot(histograms: Float, means: Float, splits: Splits, *, ridge: float) 
     return found
 
 
-def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
+def zero_shot_prediction(args: Any, parts: Parts) -> Findings:
     """Train with and without the loss, then predict."""
-    require_positive(cfg, "splits", "eval_images", "prototypes")
+    require_positive(args, "splits", "eval_images", "prototypes")
 
     def compute(name: str) -> Any:
-        described, splits, shown = _trained(cfg, parts, "gsp", _ZSR[name])
+        described, splits, shown = _trained(args, parts, "gsp", _ZSR[name])
         histograms, means = (described.by_class(values) for values in (described.histogram, described.embedding))
-        return {**zero_shot(histograms, means, splits, ridge=cfg.ridge), **shown}
+        return {**zero_shot(histograms, means, splits, ridge=args.ridge), **shown}
 
     found = parts.get(list(_ZSR), compute, describe="trainings")
     without, with_ = (found[way] for way in _ZSR)
@@ -256,7 +256,7 @@ def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
     shares = tied > _TOLD and abs(bits["with ZSR"] - bits["without ZSR"]) > _TOLD  # all alike, they tell nothing
     rows = tuple(
         (way, *(spread(one[key][score]) for key in _DISTANCES for score in ("map", "accuracy")),
-         f"{bits[way]:.2f} of {np.log2(cfg.prototypes):.2f}")
+         f"{bits[way]:.2f} of {np.log2(args.prototypes):.2f}")
         for way, one in found.items()
     )  # fmt: skip
     half = len(without["classes"]) - len(without["classes"]) // 2
@@ -272,9 +272,9 @@ def zero_shot_prediction(cfg: DictConfig, parts: Parts) -> Findings:
               bits["with ZSR"] > bits["without ZSR"] if shares else None),
     )  # fmt: skip
     notes = (
-        f"trained by: {trained.trained_by(cfg)}",
-        f"{cfg.prototypes} prototypes, {without['images']:,} test images, {cfg.splits} random halves of the classes, "
-        f"ridge {cfg.ridge:g}; mean ± population deviation over the halves",
+        f"trained by: {trained.trained_by(args)}",
+        f"{args.prototypes} prototypes, {without['images']:,} test images, {args.splits} random halves of the classes, "
+        f"ridge {args.ridge:g}; mean ± population deviation over the halves",
         f"by chance: MAP {chance:.1f} %, nearest {100 / half:.1f} % of {half} classes",
     )
     heads = ("prototypes", *(f"{score}, {_DISTANCES[key]}, %" for key in _DISTANCES for score in ("MAP", "nearest")),

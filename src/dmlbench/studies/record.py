@@ -11,7 +11,6 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dmlbench import runtime
@@ -108,19 +107,16 @@ class Parts:
         runtime.write_json(self.path, {**self._content, **summary, "complete": True})
 
 
-def conduct_study(
-    study: str, cfg: DictConfig, conduct: Callable[[DictConfig, Parts], Findings]
-) -> tuple[Findings, list[Path]]:
+def conduct_study(study: str, args: Any, conduct: Callable[[Any, Parts], Findings]) -> tuple[Findings, list[Path]]:
     """Compute a study's missing parts, and write record, table and figure under ``<output_dir>/studies``."""
-    check_file_name(cfg.name)
+    check_file_name(args.name)
     runtime.set_strict_float32()
-    base = Path(cfg.paths.output_dir) / "studies" / cfg.name
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    kept = {key: value for key, value in settings.items() if key not in _NO_SETTING}
+    base = Path(args.paths.output_dir) / "studies" / args.name
+    kept = {key: value for key, value in asdict(args).items() if key not in _NO_SETTING}
     for key in ("root", "cache_dir"):  # the same data may lie elsewhere tomorrow; their fingerprint is bound
         kept.get("dataset", {}).get("table", {}).pop(key, None)
-    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=runtime.select_device(cfg.device))
-    findings = conduct(cfg, parts)
+    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=runtime.select_device(args.device))
+    findings = conduct(args, parts)
     parts.finish(findings)
     runtime.remove_leftovers(base.parent)
     written = [base.with_name(f"{base.name}{suffix}") for suffix in (".json", ".md", ".csv", ".png")]
@@ -130,13 +126,13 @@ def conduct_study(
     return findings, written
 
 
-def require_positive(cfg: DictConfig, *keys: str) -> None:
-    check_positive(**{key: cfg[key] for key in keys})
+def require_positive(args: Any, *keys: str) -> None:
+    check_positive(**{key: getattr(args, key) for key in keys})
 
 
-def several_values(cfg: DictConfig, key: str) -> list[Any]:
+def several_values(args: Any, key: str) -> list[Any]:
     """Two or more positive values of a key, ascending."""
-    values = sorted(set(cfg[key]))
+    values = sorted(set(getattr(args, key)))
     if len(values) < 2 or values[0] <= 0:
         raise ConfigError(f"{key}: got {values}, expected two or more positive numbers.")
     return values

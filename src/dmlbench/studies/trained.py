@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure, SubFigure
-from omegaconf import DictConfig
 
 from dmlbench.apps.loaded import load_run
 from dmlbench.apps.pictures import plt
@@ -25,26 +24,26 @@ _GAP = 2
 _COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]  # of a listed map
 
 
-def run_of(cfg: DictConfig, overrides: Sequence[str]) -> Path:
+def run_of(args: Any, overrides: Sequence[str]) -> Path:
     """Train one of a study's models where it is missing, and return its run directory.
 
     Its overrides win over ``train`` and ``training`` of the study.
     """
-    own = [str(override) for override in cfg.training or ()]
+    own = [str(override) for override in args.training or ()]
     if wrong := [override for override in own if "=" not in override]:
         raise ConfigError(f"training: got {', '.join(wrong)}, expected overrides such as fit.max_steps=100.")
-    paths = [f"paths.{key}='{cfg.paths[key]}'" for key in ("output_dir", "data_dir", "cache_dir")]
-    rest = [f"base_seed={cfg.seed}", f"device={cfg.device}", *paths]
-    return run(compose("train", [*cfg.train, *own, *overrides, *rest]))
+    paths = [f"paths.{key}='{getattr(args.paths, key)}'" for key in ("output_dir", "data_dir", "cache_dir")]
+    rest = [f"base_seed={args.seed}", f"device={args.device}", *paths]
+    return run(compose("train", [*args.train, *own, *overrides, *rest]))
 
 
-def trained_by(cfg: DictConfig) -> str:
-    return " ".join([*cfg.train, *(cfg.training or ())])
+def trained_by(args: Any) -> str:
+    return " ".join([*args.train, *(args.training or ())])
 
 
-def trained_setup(cfg: DictConfig, overrides: Sequence[str], parts: Parts) -> Setup:
+def trained_setup(args: Any, overrides: Sequence[str], parts: Parts) -> Setup:
     """Load the trained model and its data, to which the parts are bound."""
-    setup = load_run(run_of(cfg, overrides), {}, device=cfg.device)
+    setup = load_run(run_of(args, overrides), {}, device=args.device)
     parts.bind(data=setup.data.table.fingerprint)
     return setup
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from sklearn.datasets import make_moons
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,13 +70,13 @@ def boundary_length(across: Float, up: Float, margin: Float) -> float:
     return float(sum(np.linalg.norm(np.diff(line, axis=0), axis=1).sum() for line in lines))
 
 
-def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
+def measure(temperature: float, args: Any) -> dict[str, Any]:
     """Accuracies and boundary lengths of all seeds at one temperature, and the weights of the first seed."""
-    points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
-    fresh = moons(_FRESH, noise=cfg.noise, seed=cfg.data_seed + 1)
+    points, labels = moons(args.points, noise=args.noise, seed=args.data_seed)
+    fresh = moons(_FRESH, noise=args.noise, seed=args.data_seed + 1)
     nets = [
-        train(points, labels, temperature=temperature, hidden=cfg.hidden, steps=cfg.steps, lr=cfg.lr, seed=seed)
-        for seed in range(cfg.seed, cfg.seed + cfg.repeats)
+        train(points, labels, temperature=temperature, hidden=args.hidden, steps=args.steps, lr=args.lr, seed=seed)
+        for seed in range(args.seed, args.seed + args.repeats)
     ]
     return {
         "train": [accuracy(net, points, labels) for net in nets],
@@ -87,11 +86,11 @@ def measure(temperature: float, cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Train at every temperature."""
-    require_positive(cfg, "points", "hidden", "steps", "repeats", "lr")
-    names = {f"T={value:g}": value for value in reversed(several_values(cfg, "temperatures"))}
-    found = parts.get(list(names), lambda name: measure(names[name], cfg), describe="temperatures")
+    require_positive(args, "points", "hidden", "steps", "repeats", "lr")
+    names = {f"T={value:g}": value for value in reversed(several_values(args, "temperatures"))}
+    found = parts.get(list(names), lambda name: measure(names[name], args), describe="temperatures")
     means = {key: [float(np.mean(found[name][key])) for name in names] for key in ("train", "fresh", "length")}
     rows = [
         (name, *(spread(found[name][key], 2) for key in ("train", "fresh")),
@@ -116,23 +115,24 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
               f"fresh points: best at {best}; the smallest T is {-ends:.1f} points below it", bool(ends < 0)),
     )  # fmt: skip
     notes = (
-        f"{cfg.points} points of noise {cfg.noise:g} (random state {cfg.data_seed}), layers 2-{cfg.hidden}-2; mean ± "
-        f"population deviation over {cfg.repeats} initial weights from seed {cfg.seed} on, the same for every T",
-        f"the paper does not say, so ours: temperatures, Adam at {cfg.lr:g}, {cfg.steps} steps with all points at once",
+        f"{args.points} points of noise {args.noise:g} (random state {args.data_seed}), layers 2-{args.hidden}-2; mean "
+        f"± population deviation over {args.repeats} initial weights from seed {args.seed} on, the same for every T",
+        f"the paper does not say, so ours: temperatures, Adam at {args.lr:g}, {args.steps} steps with all "
+        "points at once",
         "a claim comes out if no smaller T falls back by more than the deviation over initial weights",
         f"fresh points: {_FRESH:,} others of the same moons; the boundary's length is that within the picture",
     )
     title = "Two moons: the temperature of a softmax classifier"
     heads = ("T", "samples, %", "fresh points, %", "length of the boundary")
-    return Findings(title, heads, tuple(rows), claims, notes, _figure(found, cfg, title))
+    return Findings(title, heads, tuple(rows), claims, notes, _figure(found, args, title))
 
 
-def _figure(found: dict[str, Any], cfg: DictConfig, title: str) -> Figure:
+def _figure(found: dict[str, Any], args: Any, title: str) -> Figure:
     """Draw the points, and the first seed's boundary and probability of class 1, in a panel per temperature."""
-    points, labels = moons(cfg.points, noise=cfg.noise, seed=cfg.data_seed)
+    points, labels = moons(args.points, noise=args.noise, seed=args.data_seed)
     figure, panels = plt.subplots(1, len(found), figsize=(3.1 * len(found), 3.3), layout="constrained", squeeze=False)
     for axes, (name, one) in zip(panels[0], found.items(), strict=True):
-        net = classifier(cfg.hidden)
+        net = classifier(args.hidden)
         net.load_state_dict({key: torch.tensor(value) for key, value in one["weights"].items()})
         across, up, margin = margin_on_grid(net)
         probability = 1 / (1 + np.exp(-np.clip(margin / float(name.removeprefix("T=")), -50, 50)))

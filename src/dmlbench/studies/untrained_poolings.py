@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from torch import nn
 
 from dmlbench import build
@@ -33,25 +32,25 @@ def pooled_by(poolings: Mapping[str, nn.Module], maps: torch.Tensor) -> torch.Te
     return torch.cat([pooling(maps, keep).embedding for pooling in poolings.values()], dim=1)
 
 
-def conduct(cfg: DictConfig, parts: Parts) -> Findings:
+def conduct(args: Any, parts: Parts) -> Findings:
     """Pool the maps of the test half in every way, and score the results."""
-    names = [str(name) for name in cfg.poolings]
-    if len(names) < 2 or not set(names) <= set(cfg.known):
-        raise ConfigError(f"poolings: got {', '.join(names)}, expected two or more of {', '.join(cfg.known)}.")
-    table: ImageTable = component(cfg.dataset.table)
+    names = [str(name) for name in args.poolings]
+    if len(names) < 2 or not set(names) <= set(args.known):
+        raise ConfigError(f"poolings: got {', '.join(names)}, expected two or more of {', '.join(args.known)}.")
+    table: ImageTable = component(args.dataset["table"])
     parts.bind(data=table.fingerprint)
 
     def compute(_: str) -> dict[str, Any]:
-        seed_everything(cfg.seed)  # of weights that are random
+        seed_everything(args.seed)  # of weights that are random
         device = parts.device
-        backbone = component(cfg.backbone).to(device).eval()
-        poolings = {name: component(cfg.known[name]).to(device).eval() for name in names}
+        backbone = component(args.backbone).to(device).eval()
+        poolings = {name: component(args.known[name]).to(device).eval() for name in names}
         rows = np.flatnonzero(np.isin(table.role, ("test", "query", "gallery"))).astype(np.int64)
 
         def of(images: torch.Tensor) -> torch.Tensor:
             return pooled_by(poolings, backbone(backbone.preprocess(images))[-1])
 
-        found = build.embedded(cfg, table, rows, of, device, transform=cfg.transform.eval, describe="images")
+        found = build.embedded(args, table, rows, of, device, transform=args.transform["eval"], describe="images")
         channels = found.rows.shape[1] // len(names)
         return {
             "channels": channels,
@@ -72,18 +71,18 @@ def conduct(cfg: DictConfig, parts: Parts) -> Findings:
         ours = {name: 100 * scores[name]["recall_at_1"] for name in ("gap", "gmp")}
         claims.append(
             Claim("4.3, table 11", f"untrained, on CUB: R@1 {printed['GAP']} with GAP, {printed['GMP']} with GMP",
-                  f"{ours['gap']:.1f} and {ours['gmp']:.1f} on {cfg.dataset.name} by {cfg.network}",
+                  f"{ours['gap']:.1f} and {ours['gmp']:.1f} on {args.dataset['name']} by {args.network}",
                   ours["gmp"] > ours["gap"])
         )  # fmt: skip
-    crop = cfg.transform.eval.get("crop")
-    weights = "pretrained weights" if cfg.backbone.get("pretrained") else "weights as configured (not pretrained)"
+    crop = args.transform["eval"].get("crop")
+    weights = "pretrained weights" if args.backbone.get("pretrained") else "weights as configured (not pretrained)"
     notes = (
-        f"{found['images']:,} test images of {cfg.dataset.name}{f' at {crop} pixels' if crop else ''}, "
-        f"{found['channels']:,} channels of the last map of {cfg.network} with {weights}, no projection, unit vectors",
+        f"{found['images']:,} test images of {args.dataset['name']}{f' at {crop} pixels' if crop else ''}, "
+        f"{found['channels']:,} channels of the last map of {args.network} with {weights}, no projection, unit vectors",
         *(f"{OTHER_DATA}{note}" for note in table.notes),
         "it comes out if the maximum is ahead of the average; the numbers compare for ResNet50 and CUB-200-2011 alone",
     )
-    title = f"Poolings of an untrained map: {cfg.dataset.name} by {cfg.network}"
+    title = f"Poolings of an untrained map: {args.dataset['name']} by {args.network}"
     heads = ("pooling", "R@1, %", "R@2, %", "R@4, %", "R@8, %", "MAP@R, %")
     return Findings(title, heads, rows, tuple(claims), notes, _figure(scores, printed, title))
 

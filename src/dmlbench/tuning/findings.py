@@ -5,13 +5,12 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.results.table import Table
+from dmlbench.runner import ComposedRun
 from dmlbench.tuning.search import Compose, Outcome, Search
 from dmlbench.tuning.space import Value
-from dmlbench.types import flatten
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
 """Groups whose options the recipe is for."""
@@ -92,7 +91,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     """
     overrides = search.of_run(best.values, 0)
     winner = compose(overrides)
-    chosen = {**choices(overrides), **winner.runtime.recipe.get("chosen", {})}
+    chosen = {**choices(overrides), **winner.recipe_options}
     protocol = [o for o in overrides if o.partition("=")[0].lstrip("+").startswith("protocol")]
     asked = [*protocol, *(f"{group}={chosen[group]}" for group in COVERED if chosen[group] not in (None, "None"))]
     by_itself = choices(asked)
@@ -120,11 +119,10 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     return head + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120), asked
 
 
-def settings(cfg: DictConfig) -> dict[str, Any]:
+def settings(run: ComposedRun) -> dict[str, Any]:
     """The unresolved settings of a run that a recipe can hold, by key."""
     left = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, *_LEFT)
-    content = flatten(OmegaConf.to_container(cfg, resolve=False))
-    return {key: value for key, value in content.items() if not _is_of(key, left)}
+    return {key: value for key, value in run.settings.items() if not _is_of(key, left)}
 
 
 def _is_of(key: str, names: Sequence[str] | Mapping[str, Value]) -> bool:

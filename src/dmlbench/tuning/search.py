@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
-from omegaconf import DictConfig
 from pydantic import Field
 
-from dmlbench.checks import check
-from dmlbench.components import component
 from dmlbench.config import read_config
 from dmlbench.external import Schema, validated
-from dmlbench.identity import directory_of, run_sha256
 from dmlbench.results.store import CONFIG, RESULT, locked, make_directory, read_result, require_own_place
-from dmlbench.runner import run
+from dmlbench.runner import ComposedRun
 from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
@@ -43,8 +39,8 @@ _WAIT_S = 2.0
 _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
 
-Compose = Callable[[Sequence[str]], DictConfig]
-"""From overrides of ``dmlbench train`` to a configuration."""
+Compose = Callable[[Sequence[str]], ComposedRun]
+"""From overrides of ``dmlbench train`` to a run."""
 
 
 class Pruner(Schema):
@@ -122,17 +118,17 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
     """Check the runs at the corners of the space; return what identifies the search, as text by name."""
     first, *others = corners(search.space)
     bases = [compose(search.of_run(search.values(first), i)) for i in range(len(search.runs))]
-    for cfg in (*bases, *(compose(search.of_run(search.values(point), 0)) for point in others)):
-        if (protocol := component(cfg.protocol).name) != "hpo":
+    for run in (*bases, *(compose(search.of_run(search.values(point), 0)) for point in others)):
+        if run.protocol != "hpo":
             raise ConfigError(
-                f"protocol={protocol} is for reporting, and chosen values would have seen its data. Leave protocol "
+                f"protocol={run.protocol} is for reporting, and chosen values would have seen its data. Leave protocol "
                 "out: tune searches under protocol=hpo."
             )
-        check(cfg)
+        run.check()
     return {
         "space": json.dumps([asdict(dimension) for dimension in search.space]),
         "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _pruner_of(search)]),
-        "runs": json.dumps([run_sha256(cfg) for cfg in bases]),
+        "runs": json.dumps([run.sha256 for run in bases]),
     }
 
 
@@ -232,11 +228,10 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
     steps = 0
     try:
         for i in range(len(search.runs)):
-            cfg = compose(search.of_run(values, i))
-            run_dir = directory_of(cfg)
-            folders.append(str(run_dir.relative_to(cfg.paths.output_dir)))
+            run = compose(search.of_run(values, i))
+            folders.append(str(run.directory.relative_to(search.output_dir)))
             trial.set_user_attr("runs", folders)
-            result = _run_of(trial, cfg, run_dir, scores, i)
+            result = _result_of(trial, run, scores, i)
             scores.append(result["metrics"]["val"][result["monitor"]])
             steps += result["steps"]
     except Pruned as stopped:
@@ -251,10 +246,10 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
         return
     score = sum(scores) / len(scores)
     study.tell(trial.number, score)
-    log.info("trial %d: %s %.4f", trial.number + 1, cfg.fit.monitor, score)
+    log.info("trial %d: %s %.4f", trial.number + 1, run.monitor, score)
 
 
-def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[float], which: int) -> dict[str, Any]:
+def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which: int) -> dict[str, Any]:
     """The result of a trial's run, done if it is missing; raises ``Pruned``.
 
     Validations before an interruption, or of an existing run, are reported again: a trial with the values of a pruned
@@ -267,17 +262,18 @@ def _run_of(trial: "Trial", cfg: DictConfig, run_dir: Path, scores: Sequence[flo
             trial.report((sum(scores) + best) / (len(scores) + 1), place)
         return not trial.should_prune()
 
+    run_dir = run.directory
     is_complete = (run_dir / RESULT).exists()
     last = read_result(run_dir)["steps"] if is_complete else None
     best = float("-inf")
-    known = {step: value for step, name, value in read_history(run_dir / HISTORY) if name == f"val/{cfg.fit.monitor}"}
+    known = {step: value for step, name, value in read_history(run_dir / HISTORY) if name == f"val/{run.monitor}"}
     for step, score in known.items():
         best = max(best, score)
         if step != last and not follow(step, best) and not is_complete:
             raise Pruned(f"{run_dir} was stopped at step {step}", step)
     while True:
         try:
-            return read_result(run(cfg, follow))
+            return read_result(run.train(follow))
         except RunInUse as error:  # another trial of these values has it
             log.info("waiting: %s", error)
             time.sleep(_WAIT_S)

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import identity, papers
 from dmlbench.apps.table_comparison import differences_to_paper, provenance_of
 from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
 from dmlbench.apps.tables import ConfigSummary
-from dmlbench.config import compose, config_folder, load_config, read_config
+from dmlbench.config import compose_run, config_folder, read_config
 from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, config_settings
 from dmlbench.results.cautions import incomparable
@@ -264,14 +263,12 @@ def paper_scores(configs: Sequence[ConfigSummary]) -> list[dict[str, Any]]:
     for name in [table for table in papers.tables() if table in known]:
         for row in rows_of_paper(name, reproduce_of(known[name]), {}):
             for config in with_recipe:
-                if row.overrides and _may_be(row, config) and _is(cfg := _composed(row.overrides), config):
-                    found.append(_beside(name, row, cfg, config, configs.index(config)))
+                if row.overrides and _may_be(row, config) and _is(row.overrides, config):
+                    found.append(_beside(name, row, config, configs.index(config)))
     return [one for one in found if one["verdict"] != NEEDS]
 
 
-@functools.cache
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
-    return compose("train", overrides, with_hydra=True)
+_composed = functools.cache(compose_run)
 
 
 def _may_be(row: Row, config: ConfigSummary) -> bool:
@@ -286,9 +283,9 @@ def _may_be(row: Row, config: ConfigSummary) -> bool:
     )
 
 
-def _is(cfg: DictConfig, config: ConfigSummary) -> bool:
-    """Whether a configuration chooses the config's options."""
-    theirs = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
+def _is(overrides: tuple[str, ...], config: ConfigSummary) -> bool:
+    """Whether overrides choose the config's options."""
+    _, theirs = _composed(overrides)
     return all(_option(theirs, group) == _option(config.summary["choices"], group) for group in _GROUPS)
 
 
@@ -296,14 +293,14 @@ def _option(choices: Mapping[str, Any], group: str) -> str:
     return str(choices.get(group, "None")).replace("none", "None")
 
 
-def _beside(name: str, row: Row, cfg: DictConfig, config: ConfigSummary, index: int) -> dict[str, Any]:
+def _beside(name: str, row: Row, config: ConfigSummary, index: int) -> dict[str, Any]:
     run, score = config.complete[0], row.score
     assert score is not None
     result = read_result(run)
     provenance = provenance_of(run / CONFIG, str(result["choices"].get("backbone", "")), [result.get("weights_sha256")])
     reasons = [
         *differences_to_paper(score, config.summary, provenance),
-        *_other_settings(cfg, run),
+        *_other_settings(row.overrides, run),
         *incomparable(config.summary),
     ]
     made = compare(score, config.summary, reasons, label=row.metric)
@@ -317,14 +314,12 @@ def _beside(name: str, row: Row, cfg: DictConfig, config: ConfigSummary, index: 
     }  # fmt: skip
 
 
-def _other_settings(cfg: DictConfig, run: Path) -> list[str]:
+def _other_settings(overrides: tuple[str, ...], run: Path) -> list[str]:
     """What else the experiment of the paper's table has otherwise than a run."""
-    plain = cfg.copy()
-    OmegaConf.set_struct(plain, False)
-    del plain["hydra"]
+    composed, _ = _composed(overrides)
     found = [
         f"{key} {ours} instead of {theirs}"
-        for key, (ours, theirs) in identity.differences(plain, load_config(run / CONFIG)).items()
+        for key, (ours, theirs) in identity.differences(composed, read_config(run / CONFIG)).items()
         if not f"{key}.".startswith(tuple(f"{left}." for left in _TOLD_OTHERWISE))
     ]
     more = f" and {len(found) - _MOST_SETTINGS} more" if len(found) > _MOST_SETTINGS else ""
