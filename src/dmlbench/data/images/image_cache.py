@@ -177,14 +177,9 @@ def build_lock(path: Path, check: Callable[[], None]) -> AbstractContextManager[
 
 
 def _build(
-    path: Path,
-    header: dict[str, Any],
-    names: Sequence[str],
-    *,
-    num_threads: int,
-    watch: Callable[[int], object],
+    path: Path, header: dict[str, Any], names: Sequence[str], *, num_threads: int, watch: Callable[[int], object],
     check: Callable[[], None],
-) -> Index:
+) -> Index:  # fmt: skip
     index = np.zeros(len(names), dtype=_ENTRY)
     head = _head(header)
     lock = threading.Lock()

@@ -58,15 +58,9 @@ class Cifar(DataFolder):
 
 
 def _cifar(
-    name: str,
-    title: str,
-    classes: tuple[str, ...],
-    archive: Archive,
-    *,
-    folder: str,
-    batches: tuple[str, ...],
+    name: str, title: str, classes: tuple[str, ...], archive: Archive, *, folder: str, batches: tuple[str, ...],
     **keys: Any,
-) -> Cifar:
+) -> Cifar:  # fmt: skip
     stem = archive.name.removesuffix(".tar.gz")
     archives = "|".join(f"{stem}.{suffix}" for suffix in ("tar.gz", "tar.xz", "tar.bz2", "tgz", "tar"))
     zips = f"{name}.zip|{name}[!0-9]*.zip"

@@ -146,17 +146,10 @@ def nuisance_pools() -> tuple[str, str]:
 
 
 def _table(
-    name: str,
-    num_classes: int,
-    images_per_class: int,
-    image_size: int,
-    seed: int,
-    style: GlyphStyle,
-    cache_dir: str | Path,
-    cells_of: Callable[[int, np.random.Generator], list[int]],
-    symbols: tuple[int, ...] = (),
-    grid: int = 1,
-) -> ImageTable:
+    name: str, num_classes: int, images_per_class: int, image_size: int, seed: int, style: GlyphStyle,
+    cache_dir: str | Path, cells_of: Callable[[int, np.random.Generator], list[int]],
+    symbols: tuple[int, ...] = (), grid: int = 1,
+) -> ImageTable:  # fmt: skip
     """The table of images of ``grid`` x ``grid`` cells with one character each.
 
     ``cells_of(label, stream)`` chooses the characters: indices into the letters of all classes, then ``symbols``.

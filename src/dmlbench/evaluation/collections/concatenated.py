@@ -113,14 +113,9 @@ def concatenated_scores(
 
 
 def _score(
-    models: list[Search],
-    rankings: list[IntArray],
-    relevance: Relevance,
-    scores: NDArray[np.float64],
-    spec: EvaluationSpec,
-    *,
-    progress: bool,
-) -> None:
+    models: list[Search], rankings: list[IntArray], relevance: Relevance, scores: NDArray[np.float64],
+    spec: EvaluationSpec, *, progress: bool,
+) -> None:  # fmt: skip
     """Fill ``scores`` [rankings of all groups, names, Q] for ``rankings``: groups [S, F] of sums of ``models``."""
     device, on_host = models[0].device, models[0].on_host
     rank = numba_rank() or rank_by_numpy
@@ -252,15 +247,9 @@ def joined(blocks: Sequence[Near]) -> Near:
 
 
 def rank_by_numpy(
-    models: Sequence[Search],
-    part: IntArray,
-    near: Near,
-    sums: IntArray,
-    relevant: NDArray[np.bool_],
-    *,
-    k: int,
+    models: Sequence[Search], part: IntArray, near: Near, sums: IntArray, relevant: NDArray[np.bool_], *, k: int,
     slack: float,
-) -> NDArray[np.bool_]:
+) -> NDArray[np.bool_]:  # fmt: skip
     """Relevance by rank [S, T, k] of the queries ``part`` [T] by every sum of similarities of ``sums`` [S, F] models.
 
     ``relevant`` [n] says whether an item of ``near``, the candidates for the k nearest, is of the query's class. Sums

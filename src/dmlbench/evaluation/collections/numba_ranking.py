@@ -33,15 +33,9 @@ def _compiled(function: Any) -> Any:
 
 
 def rank(
-    models: Sequence[Search],
-    part: IntArray,
-    near: Near,
-    sums: IntArray,
-    relevant: NDArray[np.bool_],
-    *,
-    k: int,
+    models: Sequence[Search], part: IntArray, near: Near, sums: IntArray, relevant: NDArray[np.bool_], *, k: int,
     slack: float,
-) -> NDArray[np.bool_]:
+) -> NDArray[np.bool_]:  # fmt: skip
     """As ``rank_by_numpy``; ``slack`` may be rounded."""
     row = np.repeat(np.arange(len(part)), near.counts)
     order = np.argsort(2 * row.astype(np.uint16) + ~relevant, kind="stable")  # a query's relevant items lead
@@ -63,17 +57,9 @@ def rank(
 
 @_compiled
 def _rank_tile(
-    tile: Near,
-    part: IntArray,
-    order: IntArray,
-    lead: IntArray,
-    sums: IntArray,
-    slack: np.float32,
-    held: IntArray,
-    known: NDArray[np.float64],
-    pending: NDArray[np.bool_],
-    ranked: NDArray[np.bool_],
-) -> None:
+    tile: Near, part: IntArray, order: IntArray, lead: IntArray, sums: IntArray, slack: np.float32, held: IntArray,
+    known: NDArray[np.float64], pending: NDArray[np.bool_], ranked: NDArray[np.bool_],
+) -> None:  # fmt: skip
     """Rank a tile by every sum that is ``pending`` [S, T]; afterwards ``pending`` marks where a similarity was missing.
 
     The first ``lead`` [T] items of a query in ``order`` [n] are the relevant ones. ``known`` [M, n] are the exact
