@@ -34,14 +34,17 @@ from typing import Any
 
 import numpy as np
 from children import Ended, import_libraries, run
-from kills import GSP, PHOTOGRAPHS, TINY, Command, birds, contents, differences, photographs
+from kills import FEATURES, GSP, PHOTOGRAPHS, TINY, Command, birds, contents, differences, photographs
 from PIL import Image
 from tqdm import tqdm
 
 OUTCOMES = ("clear", "harmless", "said", "traceback", "hang", "silent")
 DEFECTS = OUTCOMES[3:]
 _LIMIT_S = 60
-_WARNINGS = ("damaged", "another version", "again", "PARTIAL", "missing", "not as published", "warning", "failed")
+_WARNINGS = (
+    *("damaged", "another version", "again", "building", "PARTIAL", "missing"),
+    *("not as published", "warning", "failed"),
+)
 _OF_DATA = ("hold no images", "not as published", "theirs are drawn repeatedly")
 Damage = Callable[[Path], object]
 
@@ -299,6 +302,22 @@ def of_files(run_dir: str) -> Iterator[Case]:
                     f"{name} {way}: {reader}", tuple(word.replace("RUN", run_dir) for word in command),
                     lambda top, path=path, damage=damage: damage(top / path), may_end_well=True,
                 )  # fmt: skip
+
+
+# ---- caches of images and features
+
+CACHED = ("train", *PHOTOGRAPHS, *FEATURES)
+
+
+def of_caches() -> Iterator[Case]:
+    """Caches that a run has filled, damaged in many ways before another run of the same weights reads them."""
+    for kind in ("images", "features"):
+        for way, damage in ANY_FILE.items():
+            yield Case(
+                f"{kind} {way}", (*CACHED, "optim.lr=0.01"),
+                lambda top, kind=kind, damage=damage: damage(next((top / "cache").glob(f"*.{kind}"))),
+                may_end_well=True,
+            )  # fmt: skip
 
 
 # ---- searches, and machines with little memory
@@ -645,7 +664,7 @@ def _printed(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = ("lines", "values", "files", "searches", "memory", "embeddings", "external", "data")
+    groups = ("lines", "values", "files", "caches", "searches", "memory", "embeddings", "external", "data")
     parser.add_argument("--only", nargs="+", choices=groups, default=groups)
     parser.add_argument("--share", type=float, default=1.0, help="of the inputs of each group, drawn at random")
     parser.add_argument("--output", type=Path, help="a Markdown file for the outcome")
@@ -655,8 +674,8 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="inputs-") as name:
         home = Path(name)
-        empty, runs, searched = home / "empty", home / "runs", home / "searched"
-        for template in (empty, runs, searched):
+        empty, runs, cached, searched = (home / template for template in ("empty", "runs", "cached", "searched"))
+        for template in (empty, runs, cached, searched):
             template.mkdir()
         maker = Folder(home, empty)
         run_dir = ""
@@ -671,6 +690,12 @@ def main() -> None:
             shutil.copytree(maker.work, runs, dirs_exist_ok=True)
             found = next(path for path in sorted(runs.glob("outputs/*/*/*gap-*/fold0_rep0")))
             run_dir = str(found.relative_to(runs))
+        if "caches" in options.only:
+            maker.reset()
+            photographs(maker.work)
+            ended = maker.run(CACHED)
+            assert ended.code == 0, ended.text
+            shutil.copytree(maker.work, cached, dirs_exist_ok=True)
         database = ""
         if "searches" in options.only:
             maker.reset()
@@ -678,11 +703,11 @@ def main() -> None:
             assert ended.code == 0, ended.text
             shutil.copytree(maker.work, searched, dirs_exist_ok=True)
             database = str(next(searched.rglob("study.db")).relative_to(searched))
-        made = {"lines": of_lines, "values": of_values, "files": lambda: of_files(run_dir)}
+        made = {"lines": of_lines, "values": of_values, "files": lambda: of_files(run_dir), "caches": of_caches}
         made |= {"searches": lambda: of_searches(database), "memory": of_memory}
         made |= {"embeddings": of_embeddings, "external": of_external, "data": of_data}
         for group in options.only:
-            folder = Folder(home, {"files": runs, "searches": searched}.get(group, empty))
+            folder = Folder(home, {"files": runs, "caches": cached, "searches": searched}.get(group, empty))
             tally = tallies[group] = Tally()
             cases = [case for case in made[group]() if random.Random(case.name).random() < options.share]
             for case in tqdm(cases, desc=group):

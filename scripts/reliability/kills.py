@@ -44,6 +44,7 @@ PHOTOGRAPHS = (
     "transform.eval.resize=36", "transform.eval.crop=32", "sampler.classes_per_batch=4", "sampler.images_per_class=4",
     "fit.max_steps=2", "fit.log_every=1", "head.out_features=16",
 )  # fmt: skip
+FEATURES = ("backbone=resnet20_small", "backbone.frozen_until=all", "feature_cache=pooled", "feature_cache.views=2")
 # Of a run, what differs between two that are alike: times, memory, dates.
 _OF_THE_DAY = {"wall_s", "peak_memory_bytes", "finished", "hours", "time", "checksum"}
 _TEMPORARY = (".tmp", ".partial", ".lock")
@@ -99,6 +100,7 @@ SCENARIOS = {
     "train": Scenario(("train", *TINY, *GSP, "fit.keep=both")),
     "sweep": Scenario(("train", "-m", *TINY, "pooling=gap,gmp", "fit.max_steps=2")),
     "cache": Scenario(("train", *PHOTOGRAPHS), make=photographs, kept=("cache/*.lock",)),
+    "features": Scenario(("train", *PHOTOGRAPHS, *FEATURES), make=photographs, kept=("cache/*.lock",)),
     "prepare": Scenario(
         ("data", "prepare", "cub200", "archives=data/CUB_200_2011_subset.tar", "accept_other_checksum=true",
          "dataset.table.check_counts=false"),

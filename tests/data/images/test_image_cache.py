@@ -19,7 +19,7 @@ from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import DataError, ImageTable, RunError
 
 NAMES = ("cmyk.jpg", "deep.png", "grey.png", "palette.gif", "small.png", "tall.jpg", "turned.jpg", "wide.jpg")
 
@@ -150,6 +150,14 @@ def test_damaged_pixels_are_an_error_that_names_the_file(table: ImageTable, tmp_
     cached.read(1)
     with pytest.raises(DataError, match=rf"the image cache '{cached.path}' is damaged; remove it"):
         cached.read(2)
+
+
+def test_a_pipe_in_place_of_the_file_is_named_instead_of_waited_for(table: ImageTable, tmp_path: Path) -> None:
+    path = cached_images(table, tmp_path, short_side=32).path
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=f"{path} is a pipe, not a file. Remove it"):
+        cached_images(table, tmp_path, short_side=32)
 
 
 def test_an_unreadable_image_is_named_and_nothing_is_left(table: ImageTable, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from dmlbench.data.images.sources import Kernel, for_each, read_image, short_side_resized
 from dmlbench.runtime import available_cores, whole_file
-from dmlbench.types import DataError, ImageTable, IntArray
+from dmlbench.types import DataError, ImageTable, IntArray, require_file
 
 VERSION = 4  # increment it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
@@ -148,6 +148,7 @@ def _encoded(index: Index) -> bytes:
 
 def _read_index(path: Path, header: dict[str, Any]) -> Index | None:
     """The index of a complete cache file with this header, if there is one."""
+    require_file(path)
     try:
         with open(path, "rb") as file:
             expected = _head(header)
