@@ -169,6 +169,8 @@ def _execute(
         os.dup2(handle, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(folder)
+        cores = sorted(os.sched_getaffinity(0))  # one, so that images stand in a cache in the order of their names
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
         os.environ.update(environment)
         torch.set_num_threads(1)
         sys.argv = ["dmlbench", *arguments]
