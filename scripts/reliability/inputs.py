@@ -659,7 +659,7 @@ def _printed(text: str) -> str:
     """Without what differs from run to run: times, the hash of files' times in a cache's name, bars, blank lines."""
     text = re.sub(r"[a-z]+: +\d+%\|[^\r\n]*\]", "", text)
     text = "\n".join(line.rstrip() for line in re.split("[\r\n]+", text) if line.strip())
-    return re.sub(r"\d+(\.\d+)? ?(ms|s|min|h)\b|\d\d:\d\d(:\d\d)?|[0-9a-f]{12}(?=\.images)", "", text)
+    return re.sub(r"\d+(\.\d+)? ?(ms|s|min|h)\b|\d\d:\d\d(:\d\d(,\d+)?)?|[0-9a-f]{12}(?=\.images)", "", text)
 
 
 def main() -> None:
