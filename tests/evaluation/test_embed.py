@@ -94,6 +94,7 @@ def broken_rows() -> NDArray[np.float32]:
 @pytest.mark.parametrize(
     ("rows", "labels", "ids", "message"),
     [
+        (ROWS[:, :0], LABELS, None, r"query set needs rows .*; got rows \(30, 0\)"),
         (broken_rows(), LABELS, None, r"row id 3 holds NaN or infinity \(2 of 30"),
         (ROWS.astype(np.float64) * 1e300, LABELS, None, r"row id 0 holds NaN or infinity \(30 of 30"),
         (ROWS.astype(np.int32), LABELS, None, "query rows: got int32, expected floating-point numbers"),

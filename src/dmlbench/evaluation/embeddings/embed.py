@@ -302,7 +302,8 @@ def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
     """Raise RunError unless both sets hold finite rows of one width, with a label and an id each."""
     named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
     for name, part in named.items():
-        if part.rows.ndim != 2 or not part.rows.shape[:1] == part.labels.shape == part.ids.shape:
+        counts = part.rows.shape[:1], part.labels.shape, part.ids.shape
+        if part.rows.ndim != 2 or not part.rows.shape[1] or len(set(counts)) > 1:
             raise RunError(
                 f"{name} set needs rows [N, D] with N labels and N ids; got rows {tuple(part.rows.shape)}, "
                 f"labels {tuple(part.labels.shape)} and ids {tuple(part.ids.shape)}"
