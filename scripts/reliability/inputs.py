@@ -175,7 +175,7 @@ def of_lines() -> Iterator[Case]:
         name, _, words = line.partition(": ")
         fixed = (*TINY, "fit.max_steps=2") if name == "train" else ()
         for word in words.split(" | ") if name else ():
-            yield Case(f"{name} {word}", (name, *fixed, *shlex.split(word)))
+            yield Case(f"{name} {word}", (name, *fixed, *shlex.split(word)), memory=8 << 30)
 
 
 # ---- files of runs

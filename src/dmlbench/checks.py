@@ -58,11 +58,11 @@ def check_values(cfg: DictConfig) -> None:
         if not container["transform"].get(part):
             raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
     check_file_name(cfg.dataset.name, "dataset.name")
+    _check_head(cfg)
     # What is cheap to make is made: its constructor knows the ranges of its values.
     for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
         if node is not None and not _waits_for_data(node):
             component(node)
-    _check_head(cfg)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
     if asks_for_map_size(cfg) and crops[0] != crops[1]:
         raise ConfigError(

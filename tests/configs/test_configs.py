@@ -266,6 +266,7 @@ MISTAKES = [
     (["pooling=gsop", "transform=mlrc", "transform.eval.crop=64"], "transform.train.crop .227. and"),
     (["fit.keep=all"], "fit.keep is 'all'.*'best', 'last', 'both', 'none'"),
     (["pooling._target_=dmlbench.models.pooling.gsp.Gps"], "did you mean 'Gsp'"),
+    (["pooling=gsp", "head.out_features=-7"], "out_features: got -7, expected at least 1"),
     (["loss=triplet", "sampler.images_per_class=1"], "images_per_class \\(1\\) must be at least 2"),
     (["fit.max_steps=${epochs:-1}"], "epochs:-1. needs a number of at least 0, such as"),
     (["protocol=two_stage", "schedule=cosine"], "depends on the length of the training.*schedule=plateau"),

@@ -15,7 +15,7 @@ from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import SwitchedNegatives
 from dmlbench.losses.regularizer import Regularizer
 from dmlbench.losses.xbm import CrossBatchMemory
-from dmlbench.types import ConfigError, IntArray, ModelOutput
+from dmlbench.types import ConfigError, IntArray, ModelOutput, check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Objective(nn.Module):
         mixing: Literal["convex", "add"] = "convex",
     ) -> None:
         super().__init__()
+        check_choice("regularizer.mixing", str(mixing), ("convex", "add"))
         regularizers = regularizers or {}
         for name, module in regularizers.items():
             if not isinstance(module, Regularizer):
