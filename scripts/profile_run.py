@@ -1,7 +1,7 @@
 """Where the time of a run goes: each part of a step, validation and test, as shares of the whole run.
 
 python scripts/profile_run.py [--steps 20] [--threads 1] OVERRIDES...        # those of dmlbench train
-python scripts/profile_run.py experiment=cars196 paths.data_dir=/data pooling=gsp num_workers=0
+python scripts/profile_run.py dataset=cars196 backbone=efficientnet_lite0 paths.data_dir=/data pooling=gsp num_workers=0
 
 Steps are timed part by part, on a GPU with a wait behind each (which the training itself does without); the parts of a
 validation are timed once. The whole is then reckoned from the steps and validations of the configuration.

@@ -17,7 +17,10 @@ LENGTHS = {
     "soft_triple": math.sqrt(128),
 }
 AVSL = "loss=layered_proxy_anchor head=avsl pooling=none backbone.out_indices=[1,2,3] head.level_size=128"
-PRETRAINED = "experiment=photographs dataset=cub200_2010"
+PRETRAINED = (
+    "dataset=cub200_2010 backbone=efficientnet_lite0 sampler=gsp_balanced fit=brief recipe=small optim=adam "
+    "optim.lr=3e-4 optim.lr_multipliers.head=10 transform.train.crop=112 transform.eval.crop=112"
+)
 # Fewest and most training classes of a fold, by mlrc and hpo: of 68 characters, and of 30 letters.
 FROM_RANDOM_WEIGHTS = {"experiment=losses_omniglot": (51, 55), "experiment=losses": (22, 24)}
 

@@ -5,7 +5,6 @@ import itertools
 from typing import Any
 
 import pytest
-from commands_of_tables import own_commands
 from composed import value
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,31 +24,6 @@ SMALL = [
     *("dataset.table.image_size=24", "transform.train.padding=2", "fit.validate_every=1", "fit.keep=none"),
     *("head.out_features=8", "sampler.classes_per_batch=2", "sampler.images_per_class=2", "device=cpu"),
 ]
-
-
-def test_rows_of_photographs_are_configs_of_the_grids() -> None:
-    rows = {each.score.row: each for each in own_commands() if each.score.dataset == "cub200_2010"}
-    assert len(rows) == 33
-    made = {
-        row: compose("train", [f"experiment={rows[row].table}", *rows[row].overrides])
-        for row in ("C2+GSP", "PAnchor+GSP", "C2+XBM", "C2+Metrix+GAP", "C2+GAP+DIML", "PAnchor-AVSL")
-    }
-    names = {row: config_id(cfg).rpartition("-")[2] for row, cfg in made.items()}
-    grid = {options: config_id(compose("train", ["experiment=cub200_2010", *options.split()])).rpartition("-")[2]
-            for options in ("pooling=gsp_zsr", "pooling=gap")}  # fmt: skip
-    assert names["C2+GSP"] == grid["pooling=gsp_zsr"]
-    anchor = compose("train", ["experiment=cub200_2010", "loss=proxy_anchor", "optim.lr=1e-3", "pooling=gsp_zsr"])
-    assert names["PAnchor+GSP"] == config_id(anchor).rpartition("-")[2]
-    xbm, c2 = made["C2+XBM"].loss, made["C2+GSP"].loss
-    assert (xbm.loss, xbm.memory_size, xbm.start_step, xbm.variant) == (c2, 512, 50, "paper")
-    assert c2.neg_margin == 0.8
-    assert made["C2+Metrix+GAP"].loss.loss == c2
-    made["C2+GAP+DIML"].rerank = None  # what it was trained as
-    assert config_id(made["C2+GAP+DIML"]).rpartition("-")[2] == grid["pooling=gap"]
-    avsl = made["PAnchor-AVSL"]
-    assert value(made["PAnchor+GSP"], "rate of proxies") == pytest.approx(0.1)
-    assert value(avsl, "rate of proxies") == pytest.approx(0.03)
-    assert (avsl.pooling, avsl.head.level_size, avsl.backbone.out_indices) == (None, 128, [1, 2, 3])
 
 
 @functools.cache
@@ -305,9 +279,7 @@ def test_a_value_that_is_given_wins_and_is_named() -> None:
     assert cfg.runtime.recipe.overridden == {"loss.margin": 0.05}
     assert (cfg.runtime.recipe.name, cfg.runtime.recipe.side) == ("gsp", "code")
     assert cfg.runtime.recipe.places["loss.margin"] == "triplet_loss.py; code"
-    experiment = compose(
-        "train", ["experiment=cub200_2010", "recipe=small", "loss=proxy_anchor", "optim.lr_multipliers.loss=7"]
-    )
+    experiment = compose("train", ["experiment=losses", "loss=proxy_anchor", "optim.lr_multipliers.loss=7"])
     assert experiment.runtime.recipe.overridden == {"optim.lr_multipliers.loss": 100.0}
 
 
