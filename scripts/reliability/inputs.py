@@ -43,7 +43,7 @@ DEFECTS = OUTCOMES[3:]
 _LIMIT_S = 60
 _WARNINGS = (
     *("damaged", "another version", "again", "building", "PARTIAL", "missing"),
-    *("not as published", "warning", "failed"),
+    *("not as published", "warning", "failed", "without"),
 )
 _OF_DATA = ("hold no images", "not as published", "theirs are drawn repeatedly")
 Damage = Callable[[Path], object]
@@ -637,8 +637,9 @@ class Folder:
             return ("clear" if "error" in ended.text or "damaged" in ended.text or last else "silent"), last
         if sound is not None and _is_as(sound, ended, self.work):
             return "harmless", last
-        words = _OF_DATA if sound is None else [word for word in _WARNINGS if word not in sound[0]]
-        if any(word in ended.text for word in words):
+        lines = _printed(ended.text).split("\n")
+        new = lines if sound is None else [line for line in lines if line not in sound[0].split("\n")]
+        if any(word in line for line in new for word in (_OF_DATA if sound is None else _WARNINGS)):
             return "said", last
         return "silent", last
 

@@ -34,6 +34,7 @@ from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS
 from dmlbench.runner import run
 from dmlbench.training.log import read_history
+from dmlbench.types import RunError
 
 SMALL = [
     *("dataset=glyphs_collage", "dataset.table.num_classes=16", "dataset.table.images_per_class=6"),
@@ -333,25 +334,33 @@ def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[st
     assert browser.get_log("browser") == []
 
 
-def test_a_missing_history_or_checkpoint_of_a_trained_run_is_said(
+def test_a_missing_or_damaged_file_of_a_trained_run_is_said(
     configs: list[ConfigSummary], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = next(config for config in configs if config.label == "gap")
     kept = tmp_path / "kept"
     kept.mkdir()
     run_dir = config.runs[0].path
-    names = ("history.csv", "best.ckpt")
+    names = ("history.csv", "best.ckpt", "embeddings.safetensors")
+    history = (run_dir / "history.csv").read_text()
+    (run_dir / "history.csv").write_text(history[: len(history) // 2])
+    with pytest.raises(RunError, match=r"history.csv .* is not the one that result.json names"):
+        numbers.curves([config])
+    (run_dir / "history.csv").write_text(history)
     for name in names:
         shutil.move(run_dir / name, kept / name)
     try:
+        assert page.that_can_be_shown([config]) == []
+        shutil.move(kept / names[2], run_dir / names[2])
         curves = numbers.curves([config])
         page.write_page(
             {("glyphs", "mlrc"): [config]}, tmp_path / "page.html", spec=SPEC,
             num_queries=1, num_nearest=1, num_classes=1, with_overlays=True, device="cpu",
         )  # fmt: skip
     finally:
-        for name in names:
-            shutil.move(kept / name, run_dir / name)
+        for path in kept.iterdir():
+            shutil.move(path, run_dir / path.name)
+    assert "embeddings.safetensors is missing: no images are shown of gap" in caplog.text
     assert curves["val/map_at_r"][0]["runs"] == 3
     assert f"{run_dir / 'history.csv'} is missing" in caplog.text
     assert "gap is without overlays" in caplog.text and "has no best.ckpt" in caplog.text

@@ -96,26 +96,24 @@ def _print_hardest(args: Any, result: "Evaluated") -> None:
 
 
 def export(args: Any) -> None:
-    run, output = args.run, args.output  # if missing, before torch is imported
     from dmlbench.apps.export import export_run
 
     formats = None if args.formats is None else list(args.formats)
-    for name, reason in export_run(run, output, formats=formats, license=args.license).items():
+    for name, reason in export_run(args.run, args.output, formats=formats, license=args.license).items():
         print(f"no {name}: {reason}")
-    print(f"written: {output}")
+    print(f"written: {args.output}")
 
 
 def embed(args: Any) -> None:
-    path, images, output = args.model, args.images, args.output  # if missing, before torch is imported
     from dmlbench.apps.embeddings import embed_folder
     from dmlbench.apps.loaded import load
 
-    model = load(path, device=args.device, modules=args.modules)
+    model = load(args.model, device=args.device, modules=args.modules)
     reading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
-    stored = embed_folder(model, images, output, progress=sys.stderr.isatty(), **reading)
+    stored = embed_folder(model, args.images, args.output, progress=sys.stderr.isatty(), **reading)
     gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"
     print(f"{len(stored.queries)} images{gallery}, {model.embedding_size} numbers each")
-    print(f"written: {output}")
+    print(f"written: {args.output}")
 
 
 def import_(args: Any) -> None:

@@ -21,7 +21,7 @@ from dmlbench.evaluation.metrics.table import METRICS, score_named
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, config_settings
 from dmlbench.results.cautions import incomparable
 from dmlbench.results.collections import paired_difference
-from dmlbench.results.store import CONFIG, coordinates_of, read_result
+from dmlbench.results.store import CONFIG, coordinates_of, read_result, require_own_files
 from dmlbench.results.table import Entry, Table
 from dmlbench.results.verdicts import NEEDS, compare
 from dmlbench.training.fit import HISTORY
@@ -135,6 +135,7 @@ def _curves(config: ConfigSummary) -> dict[str, Any]:
     for path in paths:
         if is_trained(path) and not (path / HISTORY).exists():
             log.warning("%s is missing: the curves are without this run", path / HISTORY)
+        require_own_files(path, read_result(path), (HISTORY,))
     logged = [entry for path in paths for entry in read_history(path / HISTORY)]
     found = {}
     for name, rows in pd.DataFrame(logged, columns=["step", "name", "value"]).groupby("name"):

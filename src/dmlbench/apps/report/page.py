@@ -52,11 +52,12 @@ _TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
 
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
     """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
-    shown = [
-        config for config in configs if "(untrained)" not in config.label and (config.complete[0] / EMBEDDINGS).exists()
-    ]
-    for config in shown:
+    trained = [config for config in configs if "(untrained)" not in config.label]
+    shown = [config for config in trained if (config.complete[0] / EMBEDDINGS).exists()]
+    for config in trained:
         require_own_files(config.complete[0], read_result(config.complete[0]))
+        if config not in shown:
+            log.warning("%s is missing: no images are shown of %s", config.complete[0] / EMBEDDINGS, config.label)
     return [config for config in shown if all(config.summary[key] == shown[0].summary[key] for key in _TESTED_ON)]
 
 
