@@ -46,7 +46,7 @@ PHOTOGRAPHS = (
 )  # fmt: skip
 FEATURES = ("backbone=resnet20_small", "backbone.frozen_until=all", "feature_cache=pooled", "feature_cache.views=2")
 # Of a run, what differs between two that are alike: times, memory, dates.
-_OF_THE_DAY = {"wall_s", "peak_memory_bytes", "finished", "hours", "time", "checksum"}
+_OF_THE_DAY = {"wall_s", "peak_memory_bytes", "finished", "hours", "time", "checksum", "runs_sha256"}
 _TEMPORARY = (".tmp", ".partial", ".lock")
 
 
@@ -57,8 +57,8 @@ class Scenario:
     command: Command
     before: tuple[Command, ...] = ()
     make: Callable[[Path], None] = lambda folder: None
-    kept: tuple[str, ...] = ()
-    """Shell patterns of files that may stay: locks that are never removed, what belongs to another command."""
+    makes: str = ""
+    """What the command makes at once and does not make again."""
 
 
 def photographs(folder: Path) -> None:
@@ -68,6 +68,13 @@ def photographs(folder: Path) -> None:
         path = folder / "data" / "folder" / f"class{k // 4:02d}" / f"{k % 4}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
+
+
+def rows_of_others(folder: Path) -> None:
+    """A file of embeddings of the test half of ``photographs``."""
+    photographs(folder)
+    labels = np.repeat(np.arange(8, 16), 4)
+    np.savez(folder / "rows.npz", rows=np.random.default_rng(0).normal(size=(32, 4)).astype("f4"), labels=labels)
 
 
 def birds(folder: Path) -> None:
@@ -99,8 +106,8 @@ _SUMMARIES: tuple[Command, ...] = (*_CELLS, ("aggregate", "allow_partial=true"))
 SCENARIOS = {
     "train": Scenario(("train", *TINY, *GSP, "fit.keep=both")),
     "sweep": Scenario(("train", "-m", *TINY, "pooling=gap,gmp", "fit.max_steps=2")),
-    "cache": Scenario(("train", *PHOTOGRAPHS), make=photographs, kept=("cache/*.lock",)),
-    "features": Scenario(("train", *PHOTOGRAPHS, *FEATURES), make=photographs, kept=("cache/*.lock",)),
+    "cache": Scenario(("train", *PHOTOGRAPHS), make=photographs),
+    "features": Scenario(("train", *PHOTOGRAPHS, *FEATURES), make=photographs),
     "prepare": Scenario(
         ("data", "prepare", "cub200", "archives=data/CUB_200_2011_subset.tar", "accept_other_checksum=true",
          "dataset.table.check_counts=false"),
@@ -115,6 +122,26 @@ SCENARIOS = {
     "table": Scenario(("table", "allow_partial=true"), _SUMMARIES),
     "report": Scenario(("report", "allow_partial=true", "queries=2"), _SUMMARIES),
     "explain": Scenario(("explain", "run=FIRST", "num_images=2"), (("train", *TINY, *GSP),)),
+    "export": Scenario(
+        ("export", "run=FIRST", "output=exported", "formats=[]"), (("train", *TINY, *GSP),), makes="exported"
+    ),
+    "embed": Scenario(
+        ("embed", "model=FIRST", "images=data/folder", "output=rows.safetensors", "device=cpu", "num_workers=0"),
+        (("train", *PHOTOGRAPHS),), make=photographs,
+    ),
+    "import": Scenario(
+        ("import", "name=theirs", "dataset=folder", "protocol=conventional", "protocol.num_repeats=1",
+         "embeddings=rows.npz"),
+        make=rows_of_others,
+    ),
+    "reproduce": Scenario(("reproduce", "demo", *TINY, "fit.max_steps=2", "pooling=gap,gmp", "fold=[0]", "repeat=[0]")),
+    "splits": Scenario(
+        ("oodml", "splits", "dataset=folder", "backbone=resnet20_small", "transform.eval.resize=36",
+         "transform.eval.crop=32", "exchanges=2", "reversed_exchanges=2", "removals=2", "picks=2", "per_step=1",
+         "device=cpu", "num_workers=0"),
+        make=photographs,
+    ),
+    "study": Scenario(("study", "two_moons", "steps=20", "repeats=1", "points=40")),
     "clean": Scenario(("clean", "configs=*gmp*", "ask=false"), _SUMMARIES),
 }  # fmt: skip
 
@@ -172,6 +199,8 @@ class Trial:
         self._reset()
         happened = 0
         for kill in kills:
+            if self._is_made():
+                break
             ended = self.run(self.command, **kill)
             if ended.code == 0:
                 break  # it ended before the moment came
@@ -180,7 +209,7 @@ class Trial:
             happened += 1
             if wrong := self._taken_for_whole():
                 return happened, wrong
-        ended = self.run(self.command)
+        ended = Ended(0, "", 0.0, ()) if self._is_made() else self.run(self.command)
         if ended.code is None:
             return happened, "hangs when started again"
         if ended.code != 0:
@@ -190,6 +219,9 @@ class Trial:
         if differing:
             return happened, "other files: " + ", ".join(differing)
         return happened, None
+
+    def _is_made(self) -> bool:
+        return bool(self.scenario.makes) and (self.folder / self.scenario.makes).exists()
 
     def _taken_for_whole(self) -> str | None:
         """A result that a kill left must be the one of a whole run."""

@@ -22,7 +22,7 @@ from dmlbench.apps.table_comparison import (
 )
 from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.papers import load_table
-from dmlbench.results.store import EMBEDDINGS, ERROR, RESULT, locked, make_directory
+from dmlbench.results.store import EMBEDDINGS, ERROR, LOCK, RESULT, locked, make_directory
 from dmlbench.runtime import derive_seed, git_commit
 from dmlbench.types import ConfigError
 
@@ -106,6 +106,8 @@ def test_what_became_of_a_run_is_told_with_its_reason_and_nothing_is_deleted(tmp
     assert sorted(path for path in tmp_path.rglob("*")) == before
     (wave,) = plan.refreshed().waves()
     assert [run.path for run in wave] == [failed.path, running.path]  # what cannot be used is not run over
+    (done.path / LOCK).touch()  # of a process that was killed after it wrote the result
+    assert [run.path for run in plan.refreshed().waves()[0]] == [done.path, failed.path, running.path]
 
 
 def test_shards_share_out_all_runs_whatever_is_done_by_then(tmp_path: Path) -> None:

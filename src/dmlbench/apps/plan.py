@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from dmlbench.components import component
 from dmlbench.identity import Overrides, PlannedConfig, require_result_of, run_directory
-from dmlbench.results.store import EMBEDDINGS, last_error, read_result, run_state
+from dmlbench.results.store import EMBEDDINGS, LOCK, last_error, read_result, run_state
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 Compose = Callable[[Overrides], PlannedConfig]
@@ -37,7 +37,8 @@ class Run:
 
     @property
     def is_to_do(self) -> bool:
-        return self.is_requested and self.state not in ("done", "unusable")
+        left = self.state == "done" and (self.path / LOCK).exists()  # killed before it removed what it need not keep
+        return self.is_requested and (left or self.state not in ("done", "unusable"))
 
 
 def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overrides, PlannedConfig | str]:
@@ -150,8 +151,7 @@ def missing_inputs(configs: Iterable[PlannedConfig]) -> dict[str, DmlbenchError]
     for node in {node for config in configs for node in config.inputs}:
         try:
             component(json.loads(node))
-        except DmlbenchError as error:
-            errors[node] = error
-        except Exception:  # of other kinds; the run reports it with more context
-            pass
+        except Exception as error:
+            if isinstance(error, DmlbenchError):  # others are reported by the run, with more context
+                errors[node] = error
     return {config.sha256: errors[node] for config in configs for node in reversed(config.inputs) if node in errors}
