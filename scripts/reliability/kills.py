@@ -141,6 +141,9 @@ SCENARIOS = {
          "device=cpu", "num_workers=0"),
         make=photographs,
     ),
+    "tune": Scenario(
+        ("tune", "search=demo", "trials=2", "name=t", *TINY, "fit.max_steps=2", "fit.validate_every=1")
+    ),
     "study": Scenario(("study", "two_moons", "steps=20", "repeats=1", "points=40")),
     "clean": Scenario(("clean", "configs=*gmp*", "ask=false"), _SUMMARIES),
 }  # fmt: skip
@@ -250,7 +253,7 @@ def contents(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if not p.is_dir()):
         name = str(path.relative_to(folder))
-        if "/.sweeps/" in name:  # folders named by the moment
+        if "/.sweeps/" in name or path.suffix == ".db":  # folders named by the moment, a data base with times
             continue
         if not path.is_file():  # a pipe would be waited for
             found[name] = "no file"

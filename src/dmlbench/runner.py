@@ -67,7 +67,6 @@ class ComposedRun:
 
     @property
     def recipe_options(self) -> Mapping[str, str]:
-        """Options of groups that the recipe chose."""
         return dict(self.cfg.runtime.recipe.get("chosen", {}))
 
     def check(self) -> None:

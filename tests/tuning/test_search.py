@@ -108,6 +108,10 @@ def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, mon
         with contextlib.suppress(Killed):
             found = conducted(made(tmp_path / "killed", **two))
     assert found == whole
+    stale = tmp_path / "killed/tuning/s/trials/8"  # SIGKILL leaves the lock
+    stale.mkdir(parents=True, exist_ok=True)
+    (stale / store.LOCK).touch()
+    assert conducted(made(tmp_path / "killed", **two)) == whole and not stale.exists()
     assert steps <= sum(runs.trained.values()) <= steps + 2 * EVERY  # what is behind a checkpoint is not done again
     best = findings.ranked(found)[0]
     assert best.score == max(o.score for o in found if o.state == "complete")

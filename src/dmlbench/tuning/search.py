@@ -40,7 +40,6 @@ _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
 
 Compose = Callable[[Sequence[str]], ComposedRun]
-"""From overrides of ``dmlbench train`` to a run."""
 
 
 class Pruner(Schema):
@@ -188,11 +187,13 @@ def _claimed(search: Search, study: "Study") -> Iterator["Trial | None"]:
                 found = study.ask()._trial_id
             trial = None if found is None else _drawn(search, study, found, number)
         yield trial
-        if trial is not None:
-            with FileLock(search.folder / _CLAIM):  # or a process that has just read "running" would resume it
-                held.close()
-                with contextlib.suppress(OSError):
-                    (search.folder / _TRIALS / str(number)).rmdir()
+        with FileLock(search.folder / _CLAIM):  # or a process that has just read "running" would resume it
+            held.close()
+            for folder in (search.folder / _TRIALS).glob("*"):  # those of killed processes, too
+                with contextlib.suppress(RunInUse, OSError):
+                    with locked(folder):
+                        pass
+                    folder.rmdir()
 
 
 def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial":
