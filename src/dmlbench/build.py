@@ -242,7 +242,7 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
     if rerank is None:
         return None
     if not isinstance(rerank, Reranker):
-        raise ConfigError(f"{cfg.rerank._target_} ranks no lists again; choose rerank=diml")
+        raise ConfigError(f"rerank._target_: got {cfg.rerank._target_}, expected a Reranker. Set rerank=diml.")
     if model is not None:
         if not isinstance(model, PooledModel):
             head = cfg.head._target_

@@ -143,7 +143,7 @@ class PathsConfig:
 
 @dataclass
 class RuntimeConfig:
-    """Values known only once the data set and the model are there; the wiring sets them."""
+    """Values derived from the data set and the model; ``build`` sets them."""
 
     num_classes: int = MISSING
     image_size: Any = MISSING  # height and width of the images that the network gets

@@ -218,7 +218,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
         experiment.batches.close()
 
     if progress.step and not model.started:
-        log.warning("the pooling's prototypes never started: lower pooling.memory_rows or start_step, or train longer")
+        log.warning("prototypes were never initialized: lower pooling.memory_rows or start_step, or train longer")
 
     started = time.monotonic()
     scores: dict[str, Any] = {}

@@ -12,13 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.search.rerank import nearest, rerank_nearest
+from dmlbench.evaluation.search.rerank import Reranker, nearest, rerank_nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.diml import DimlDistance, cells_of
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 SPEC = EvaluationSpec((1, 4, 30), metrics=("p_at_1", "recall_at_k", "map_at_r", "map"))
+
+
+def test_what_lacks_a_part_that_tests_ask_for_is_no_reranker() -> None:
+    parts = dict.fromkeys(("num_neighbors", "grid_size", "description"))
+    parts |= {name: lambda self: None for name in ("center_rows", "reranked_similarities")}
+    assert isinstance(type("Whole", (), parts)(), Reranker) and isinstance(DimlDistance(), Reranker)
+    for name in parts:
+        others = {key: part for key, part in parts.items() if key != name}
+        assert not isinstance(type("Part", (), others)(), Reranker)
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,15 @@ class Reranker(Protocol):
 
     Attributes:
         num_neighbors: K, how many of the nearest by ``center_rows`` are reranked; the others stay behind them.
+        grid_size: cells a side of the last map, which rows of W numbers hold.
+        description: in notes of tables.
     """
 
     num_neighbors: int
+    grid_size: int
+
+    @property
+    def description(self) -> str: ...
 
     def center_rows(self, rows: Tensor) -> Tensor:
         """Rows [N, D] whose cosine makes the candidate lists, of rows [N, W]."""
@@ -45,16 +51,9 @@ class Reranker(Protocol):
 
 
 def rerank_nearest(
-    queries: EmbeddingSet,
-    gallery: EmbeddingSet | None,
-    reranker: Reranker,
-    k: int,
-    *,
-    wanted: IntArray,
-    tile_bytes: int,
-    back_end: BackEnd = "auto",
-    device: torch.device | None = None,
-) -> Iterator[tuple[IntArray, IntArray, NDArray[np.float64]]]:
+    queries: EmbeddingSet, gallery: EmbeddingSet | None, reranker: Reranker, k: int, *, wanted: IntArray,
+    tile_bytes: int, back_end: BackEnd = "auto", device: torch.device | None = None,
+) -> Iterator[tuple[IntArray, IntArray, NDArray[np.float64]]]:  # fmt: skip
     """Rerank the exact neighbors by ``center_rows`` as unit vectors, ties as they were; ``wanted`` are the queries.
 
     The first ``num_neighbors`` are compared in float64, even if k is less. Values that differ by rounding alone may
