@@ -240,6 +240,11 @@ def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
     assert gains["over whitened"] == ["+3.0", "-6.0", "-3.0", "+0.0", "+0.0"]
 
 
+def test_a_gain_that_rounds_to_zero_has_no_minus() -> None:
+    rows = [summary("linear", 0.19996, val=0.5, dimension=8, trained=8), summary("identity", 0.2, val=0.3, dimension=8)]
+    assert gains_over_frozen(rows, ["map_at_r"])["MAP@R over frozen"] == ["+0.0", "+0.0"]
+
+
 def test_gains_need_untrained_rows_and_their_columns_need_frozen_layers() -> None:
     trained = summary("linear", 0.25, val=0.5, dimension=128, trained=163840)
     assert gains_over_frozen([trained], ["map_at_r"])["MAP@R over frozen"] == [None]

@@ -119,7 +119,7 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
         for summary in summaries:
             dimension = summary.get("dimension", {}).get("separated") if same_dimension else None
             own, base = score(summary), best(head, dimension)
-            found.append(None if own is None or base is None else f"{own - base:+.1f}")
+            found.append(None if own is None or base is None else f"{own - base:+z.1f}")
         return found
 
     return {
