@@ -47,7 +47,7 @@ _OF_RECIPE = ("name", "side", "overridden", "deviations")
 
 
 def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings:
-    """Settings of the training; with a ``plan``, of the plan's length and without selection."""
+    """Settings of the training; a ``plan`` sets the length and turns early stopping off."""
     settings: FitSettings = component(cfg.fit)
     if plan is None:
         return settings
@@ -66,7 +66,7 @@ def build_data(cfg: DictConfig) -> Data:
     split = component(cfg.protocol).split(table, fold=cfg.fold)
     index = class_index(table, split.train)
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
-    # Epochs of other seeds may be a batch longer or shorter; one length for all runs of a config.
+    # The length of an epoch depends on the seed; all runs of a config use one value.
     sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", max(1, round(len(sampler) / cfg.fit.accumulate)))
     transform = component(cfg.transform.train)
@@ -237,7 +237,7 @@ def use_feature_cache(
 
 
 def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDistance | None:
-    """The distance that reranks the first neighbors of the test; with ``model``, which must have cells for it."""
+    """The distance that reranks the first neighbors of the test; a ``model`` must expose its last map."""
     rerank: BaseDistance | None = component(cfg.get("rerank"))
     if rerank is None:
         return None
@@ -252,7 +252,7 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
 
 
 def build_distance(cfg: DictConfig) -> BaseDistance | None:
-    """The initial distance of a configuration's model, built without the model; None is that of unit vectors."""
+    """The initial distance of a configuration's model, built without it; None: Euclidean distance of unit vectors."""
     levels = cfg.head.get("num_levels", 1)
     stand_ins = {"in_features": 1, "in_channels": [1] * levels, "map_sizes": [[1, 2]] * levels}
     distance = _head(cfg, stand_ins).make_distance()
@@ -260,7 +260,7 @@ def build_distance(cfg: DictConfig) -> BaseDistance | None:
 
 
 def _head(cfg: DictConfig, given: dict[str, Any]) -> Head:
-    """The head, with those of the values given that are arguments of it."""
+    """Build the head from those of the given values that its constructor accepts."""
     head: Head = component(cfg.head, **{key: given[key] for key in given.keys() & _head_parameters(cfg)})
     return head
 
@@ -372,7 +372,7 @@ def make_setup(
     Args:
         seed: of the initial weights, for a training: its images are opened, too; None leaves the random state.
         check_data: called before the model is built.
-        check: called now and then while images are prepared; what it raises ends that.
+        check: called regularly while images are prepared; exceptions propagate.
     """
     data = build_data(cfg)
     open_images = image_opener(cfg, data.table, device, check=check)
@@ -416,7 +416,7 @@ def make_experiment(
     cfg = copy.deepcopy(cfg)
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
-    seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # not of the config: configs are compared pair by pair
+    seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # without the config, so that configs are compared in pairs
     setup = make_setup(cfg, device, seed=seed, check=check)
     images = setup.images
     images = replace(images, random=True) if isinstance(images, FeatureView) else setup.open_images("train")

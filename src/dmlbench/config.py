@@ -116,7 +116,7 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     Each command's YAML names its schema (``schema/train``) first in its defaults. ``name`` is the one to compose, None
     stands for any. Recipes of the user's ``folder`` come first.
     """
-    for path in sorted(folder.rglob("*.yaml")) if folder else ():  # in a bounded time, which Hydra's reader has not
+    for path in sorted(folder.rglob("*.yaml")) if folder else ():  # checks size and depth first; Hydra does not
         try:
             content = load_yaml(path)
         except ValueError as error:
@@ -127,7 +127,7 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
     register_recipes(config_folders(folder and folder.resolve()))
     store = ConfigStore.instance()
     every = [path.stem for path in config_folder().glob("*.yaml")]
-    for each in every if name is None else [name]:  # making all takes as long as importing numpy
+    for each in every if name is None else [name]:  # building every schema is slow
         if f"{each}.yaml" not in store.repo.get("schema", {}):
             store.store(group="schema", name=each, node=schema_of(each), package="_global_")
 
@@ -159,7 +159,7 @@ class RuntimeConfig:
     content: Any = None  # SHA-256 of weights and user code, see identity.py
 
 
-# Types that a default does not tell: of null, of lists that may be written as one value, of keys outside of the YAML.
+# Types that cannot be inferred from a default: of null, of lists that may be one value, of keys outside of the YAML.
 _NULL_TYPES: dict[str, Any] = {
     **dict.fromkeys(("num_workers", "hardest", "jobs", "per_step", "steps"), int | None),
     **dict.fromkeys(("formats", "compare"), tuple[str, ...] | None),
@@ -251,7 +251,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is damaged ({error}); {remedy}") from error
     if not isinstance(config, dict) or not config:
         raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
-    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # whoever reads the result says so
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # reading result.json reports these errors
         named = load_json(path.with_name("result.json")).get("config_file_sha256")
         if named != hashlib.sha256(path.read_bytes()).hexdigest():
             raise RunError(f"{path} is not the file that result.json names: it was changed or copied. Run it again.")

@@ -41,7 +41,7 @@ Follow = Callable[[int, float], bool]
 
 
 class Batches(Protocol):
-    """An endless iterator of batches that knows where it stands."""
+    """An endless iterator of batches with a position that can be restored."""
 
     def __next__(self) -> Batch: ...
 
@@ -54,9 +54,9 @@ class Batches(Protocol):
 class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
 
-    ``training.optim`` has the form of the warm-up and of clipping, ``training.large_batch`` that of ``accumulate`` and
-    ``forward_batch``. A GPU is waited for every ``log_every`` steps, so a loss that is not finite stops the training at
-    most so many steps later.
+    See ``training.optim`` for warm-up and clipping, ``training.large_batch`` for ``accumulate`` and ``forward_batch``.
+    Losses are read from the GPU every ``log_every`` steps, so a loss that is not finite stops the training at most that
+    many steps later.
     """
 
     max_steps: int  # 0 leaves the model untrained
@@ -66,8 +66,8 @@ class FitSettings:
     collapse_ratio: float | None = None  # in (0, 1); training stops at a score of at most this share of the best one
     monitor: str = "map_at_r"  # validation score that is maximized
     warmup_steps: int = 0
-    warmup_frozen: Sequence[str] = ("backbone", "pooling")  # groups that rest in the warm-up
-    reset_after_warmup: bool = False  # whether the optimizer forgets its moments
+    warmup_frozen: Sequence[str] = ("backbone", "pooling")  # parameter groups that are frozen during the warm-up
+    reset_after_warmup: bool = False  # reset the optimizer's state after the warm-up
     warmup_schedule: Literal["runs", "rests"] = "runs"  # of the learning rate, during the warm-up
     warmup_batch_norm: Literal["frozen", "updated"] = "frozen"  # running statistics of frozen parts in the warm-up
     accumulate: int = 1
@@ -77,7 +77,7 @@ class FitSettings:
     clip_form: ClipForm = "plain"
     precision: Precision = "float32"  # bf16 is autocast of the network; losses and distances stay float32
     channels_last: bool = False
-    compile: bool = False  # training passes use ``torch.compile``: weights move by rounding; evaluation is not compiled
+    compile: bool = False  # of the training's forward passes; changes weights by rounding
     checkpoint_every: int | None = None  # steps between checkpoints, on top of those at validations
     log_every: int = 10  # steps between logged training losses
     keep: Literal["best", "last", "both", "none"] = "best"  # checkpoints of the complete run
@@ -230,7 +230,7 @@ def fit(
             monitor.write(state)
             state.wall_s = time.monotonic() - started
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
-                monitor.deferred.read()  # of a step that a signal ended
+                monitor.deferred.read()  # a signal may end a step whose losses were not read
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
@@ -305,7 +305,7 @@ class _Monitor:
 
     def write(self, state: FitResult) -> None:
         """Write the step's scalars to the history and the loggers, and move the bar."""
-        measured: dict[str, float] = {}  # not the same in another run of the same numbers
+        measured: dict[str, float] = {}  # not reproducible, so not in history.csv
         if state.step % self._settings.log_every == 0 and self._trained_s:
             rate = self.trained_images / self._trained_s
             measured = {"images_per_s": rate, "peak_memory_bytes": peak_memory_bytes(self._device)}
@@ -360,7 +360,7 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> 
         raise RunError(
             f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run again"
         ) from error
-    if state.best_step == state.step:  # best.ckpt may not have been written any more
+    if state.best_step == state.step:  # the process may have died before it wrote best.ckpt
         _save_best(run_dir, state, saved)
     elif state.best_step and not (run_dir / BEST).exists():
         raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
