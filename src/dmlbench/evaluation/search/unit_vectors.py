@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.evaluation.search.candidates import PADDING, FloatRows, Found, Keys, Tile, floor_below, pack, to_device
+from dmlbench.evaluation.search.candidates import PADDING, FloatRows, Found, Keys, Tile, floor_below, pack
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, moved_to
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice
 
@@ -28,7 +28,7 @@ BackEnd = Literal["auto", "torch", "faiss"]
 
 TILE_BYTES = 512 * 2**20
 MIN_TILE_BYTES = 4096
-_TILE_ENTRIES = 2**23  # similarities of a tile on a CPU: 32 MiB; smaller ones make the product arrange rows more often
+_TILE_ENTRIES = 2**22  # similarities of a tile on a CPU: 16 MiB; smaller ones make the product arrange rows more often
 _DEVICE_ENTRIES = 2**31 - 1  # that torch finds non-zero ones among
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
 _WIDE = 8192  # galleries up to here are one tile wide
@@ -265,7 +265,7 @@ class UnitSearch(Search):
         size = self.num_gallery
         threads = 1 if self.by_faiss else self.threads
         free = self.free_bytes // (2 * threads)  # half for the tile, half for its candidates
-        entries = min(max(1, free // _BYTES_PER_ENTRY), _TILE_ENTRIES if self.on_host else _DEVICE_ENTRIES)
+        entries = max(1, free // _BYTES_PER_ENTRY)
         rows = min(size // 8 + 1, _BLOCK_ROWS)  # half of a block's square is computed for nothing
         by_half = (
             self.gallery is self.query
@@ -279,7 +279,8 @@ class UnitSearch(Search):
             and BYTES_PER_WAITING * k * size <= self.free_bytes // 4
         )
         if by_half:
-            return ScanPlan(rows, min(size, entries // rows), threads, by_half=True)
+            return ScanPlan(rows, min(size, min(entries, 2 * _TILE_ENTRIES) // rows), threads, by_half=True)
+        entries = min(entries, _TILE_ENTRIES if self.on_host else _DEVICE_ENTRIES)
         rows, columns = _tile_shape(num_wanted, size, entries)
         if not self.on_host:  # where the queries go, too
             rows = min(rows, free // (4 * self.gallery.width))
@@ -306,18 +307,18 @@ class UnitSearch(Search):
         return moved_to(self.device, None if self.operand is None else torch.from_numpy(self.operand))
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
-        (query,) = to_device(self.device, self.product.query(self.query.take(part)))
+        query = self.product.query(self.query.take(part))
         if self._operand_there is not None:
-            right = self._operand_there[start:stop]
+            right: Tile = self._operand_there[start:stop]
         elif self.operand is not None:
-            (right,) = to_device(self.device, self.operand[start:stop])
+            right = self.operand[start:stop]
         else:
-            (right,) = to_device(self.device, self.product.gallery(self.gallery.take(slice(start, stop))))
-        there = torch.as_tensor(out)  # torch's product is faster than numpy's
-        if there.device == self.device:
-            torch.mm(query, right.T, out=there)
+            right = self.product.gallery(self.gallery.take(slice(start, stop)))
+        if isinstance(out, Tensor):
+            left, right = torch.as_tensor(query, device=out.device), torch.as_tensor(right, device=out.device)
+            torch.mm(left, right.T, out=out)
         else:
-            there.copy_(query @ right.T)
+            np.matmul(query, np.asarray(right).T, out=out)  # takes 0.7 to 0.9 times as long as torch's product
 
     def bounded_similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> tuple[float, float]:
         self.similarities(part, start, stop, out=out)
