@@ -45,9 +45,10 @@ def mean_weights(log_weights: Tensor, *, height: int, width: int) -> Tensor:
 class AttentionPool(WeightedPooling):
     """Attention pooling by learned queries: u_q = multi-head attention of query q to the pixels, then the projection.
 
-    Keys are W_k norm(x_j) + b_k and values W_v norm(x_j) + b_v, with an affine layer norm over channels. The queries
-    are parameters without a linear layer, and the projection is the output layer: of the mean over queries, or to
-    D / num_queries dimensions of each (``concatenate``).
+    Keys are W_k norm(x_j) and values W_v norm(x_j) + b_v, with an affine layer norm over channels; a bias of the keys
+    would not change the attention. The queries are parameters without a linear layer, and the projection is the output
+    layer: of the mean over queries, or to D / num_queries dimensions of each (``concatenate``).
+    W_k acts on the queries and W_v on the attended sums, not on each pixel: the same value in less time.
 
     In float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and queries.
 
@@ -65,7 +66,7 @@ class AttentionPool(WeightedPooling):
         self.queries = nn.Parameter(torch.empty(num_queries, num_channels))
         nn.init.trunc_normal_(self.queries, std=0.02)
         self.norm = nn.LayerNorm(num_channels, eps=LAYER_NORM_EPSILON)
-        self.key = nn.Linear(num_channels, num_channels)
+        self.key = nn.Linear(num_channels, num_channels, bias=False)
         self.value = nn.Linear(num_channels, num_channels)
         start_glorot(self)
 
@@ -73,8 +74,12 @@ class AttentionPool(WeightedPooling):
         check_width(x, self.key.in_features)
         with torch.autocast(x.device.type, enabled=False):
             pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
-            keys, values = self.key(pixels), self.value(pixels)
-            pooled, log_weights = attend(self.queries[None], keys, values, num_heads=self.num_heads)  # [B, Q, C]
+            heads = (self.num_heads, -1)
+            queries = self.queries.unflatten(1, heads) * self.num_heads**0.5  # scaled by sqrt(d), not by sqrt(C)
+            directions = torch.einsum("qhd,hdc->hqc", queries, self.key.weight.unflatten(0, heads)).flatten(0, 1)
+            sums, log_weights = attend(directions[None], pixels, pixels, num_heads=1)  # [B, h Q, C]
+            values = torch.einsum("bhqc,hdc->bqhd", sums.unflatten(1, heads), self.value.weight.unflatten(0, heads))
+            pooled = values.flatten(2) + self.value.bias  # [B, Q, C]
             weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
         if self.merge == "mean":
             return Pooled(project(pooled.mean(dim=1)), {"weights": weights})

@@ -41,13 +41,13 @@ class SimPool(WeightedPooling):
         check_width(x, self.key.in_features)
         with torch.autocast(x.device.type, enabled=False):
             pixels = x.to(self.query.weight.dtype).flatten(2).transpose(1, 2)  # [B, HW, C]
-            query = self.query(pixels.mean(dim=1, keepdim=True))  # [B, 1, C]
+            query = self.query(pixels.mean(dim=1, keepdim=True)) @ self.key.weight  # [B, 1, C]; not W_k on each pixel
             normed = self.norm(pixels)
             values = normed
             if self.power is not None:
                 smallest = normed.amin(dim=(1, 2) if self.variant == "paper" else (0, 1, 2), keepdim=True)
                 values = (normed - smallest + self.epsilon).pow(self.power)
-            pooled, log_weights = attend(query, self.key(normed), values, num_heads=1)  # [B, 1, C]
+            pooled, log_weights = attend(query, normed, values, num_heads=1)  # [B, 1, C]
             if self.power is not None:
                 pooled = pooled.pow(1.0 / self.power)
             weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
