@@ -28,7 +28,7 @@ BackEnd = Literal["auto", "torch", "faiss"]
 
 TILE_BYTES = 512 * 2**20
 MIN_TILE_BYTES = 4096
-_TILE_ENTRIES = 2**22  # similarities of a tile on a CPU: 16 MiB; smaller ones make the product arrange rows more often
+_TILE_ENTRIES = 2**21  # similarities of a tile on a CPU: 8 MiB; smaller ones make the product arrange rows more often
 _DEVICE_ENTRIES = 2**31 - 1  # that torch finds non-zero ones among
 _BYTES_PER_ENTRY = 10  # of a tile: similarity, mask, maxima of groups, room of the allocator
 _WIDE = 8192  # galleries up to here are one tile wide
@@ -279,7 +279,7 @@ class UnitSearch(Search):
             and BYTES_PER_WAITING * k * size <= self.free_bytes // 4
         )
         if by_half:
-            return ScanPlan(rows, min(size, min(entries, 2 * _TILE_ENTRIES) // rows), threads, by_half=True)
+            return ScanPlan(rows, min(size, min(entries, 4 * _TILE_ENTRIES) // rows), threads, by_half=True)
         entries = min(entries, _TILE_ENTRIES if self.on_host else _DEVICE_ENTRIES)
         rows, columns = _tile_shape(num_wanted, size, entries)
         if not self.on_host:  # where the queries go, too
