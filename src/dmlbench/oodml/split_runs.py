@@ -121,7 +121,6 @@ def notes_of(runs: Sequence[SplitRun]) -> list[str]:
 
 
 def write_notes(figure: Figure, notes: Sequence[str], width: int, *, fontsize: int = 7) -> None:
-    """Write notes below a figure."""
     if notes:
         figure.supxlabel("\n".join(textwrap.fill(note, width) for note in notes), fontsize=fontsize)
 

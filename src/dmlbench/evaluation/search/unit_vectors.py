@@ -308,12 +308,10 @@ class UnitSearch(Search):
 
     def similarities(self, part: IntArray, start: int, stop: int, *, out: Tile) -> None:
         query = self.product.query(self.query.take(part))
-        if self._operand_there is not None:
-            right: Tile = self._operand_there[start:stop]
-        elif self.operand is not None:
-            right = self.operand[start:stop]
+        if self.operand is None:
+            right: Tile = self.product.gallery(self.gallery.take(slice(start, stop)))
         else:
-            right = self.product.gallery(self.gallery.take(slice(start, stop)))
+            right = (self.operand if self._operand_there is None else self._operand_there)[start:stop]
         if isinstance(out, Tensor):
             left, right = torch.as_tensor(query, device=out.device), torch.as_tensor(right, device=out.device)
             torch.mm(left, right.T, out=out)
