@@ -49,7 +49,6 @@ def test_a_run_gets_four_digits_within_the_bounds() -> None:
         ({"loss.margin": {**LR, "when": {"loss": "margin"}}}, "space has nothing to search"),
         ({"optim.lr": 0.1}, "space.optim.lr: got 0.1, expected bounds such as .* or choices such as"),
         ({"optim.lr": {"low": "1e-6", "high": 1}}, "space.optim.lr: low: got '1e-6', expected a valid number"),
-        ({"pooling": {"choices": ["gap", "gap"]}}, "expected each value once"),
         ({"pooling": {"choices": ["gap", "gsp"], "low": 1}}, "has choices and low. Leave one out"),
         ({"fold": {"choices": [0, 1]}}, "space.fold: fold must be the same in all trials"),
         ({"dataset.table.seed": {"choices": [0, 1]}}, "dataset must be the same in all trials"),
