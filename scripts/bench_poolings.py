@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--maps", type=int, nargs="+", default=[7, 8, 14, 16])
     parser.add_argument("--channels", type=int, nargs="+", default=[1024, 512])
-    parser.add_argument("--poolings", nargs="+", help="names of conf/pooling; default: all but native")
+    parser.add_argument("--poolings", nargs="+", help="names of conf/pooling; default: all but native and none")
     parser.add_argument("--pixels", type=int, nargs="+", default=[49, 64, 196, 256])
     parser.add_argument("--figure", type=Path, help="where to draw the transport's times, e.g. transport.png")
     options = parser.parse_args()
@@ -333,7 +333,8 @@ def main() -> None:
         bench_step(options.rounds, options.device, BATCH // 2, 227)
     if "poolings" in options.part:
         folder = Path(__file__).resolve().parents[1] / "conf" / "pooling"
-        names = options.poolings or sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "native")
+        every = sorted(path.stem for path in folder.glob("*.yaml") if path.stem not in ("native", "none"))
+        names = options.poolings or every
         names = ["gap", *(name for name in names if name != "gap")]
         bench_poolings(options.rounds, options.device, options.maps, options.channels, names)
 
