@@ -82,3 +82,23 @@ def test_counts_are_compared_by_role(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=message):
         table_of(listing, published=other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"paths": ["a/1", "a/1", *PATHS[2:]]}, "lists images twice: a/1"),
+        ({"paths": ["a/1", "../a/1", *PATHS[2:]]}, r"lists images outside of '.*': \.\./a/1"),
+        ({"paths": ["a/1", "/a/1", *PATHS[2:]]}, "lists images outside of '.*': /a/1"),
+        ({"labels": np.array([0, 0, 2, 3, 4])}, r"labels must lie in \[0, 4\)"),
+        ({"labels": np.array([0, 0, 1])}, "different lengths"),
+        ({"role": np.array(["train", "train", "train", "test", "tset"])}, "'tset'; did you mean 'test'"),
+        ({"role": np.array(["train", "query", "train", "test", "test"])}, "both to train and to test on: zero"),
+        ({"class_names": ["a", "b", "a", "c"]}, "two classes of one name"),
+        ({"super_labels": np.array([0])}, "different lengths"),
+        ({"pixels": np.zeros((3, 2, 2), np.uint8)}, "different lengths"),
+    ],
+)
+def test_a_listing_at_fault_is_rejected(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        table_of(replace(small_listing(tmp_path), **changes))

@@ -131,6 +131,22 @@ def test_two_stages_train_on_half_and_on_all_train_classes() -> None:
     assert (TwoStage(stage=1).aggregation, TwoStage(stage=2).aggregation) == ("mean", "mean_of_test")
 
 
+@pytest.mark.parametrize(
+    ("kind", "setting", "message"),
+    [
+        (TwoStage, {"stage": 3}, r"stage \(3\).*1 or 2"),
+        (Mlrc, {"num_folds": 1}, "num_folds of protocol 'mlrc': got 1, expected 2 to 1000"),
+        (Mlrc, {"num_folds": 10**7}, "num_folds of protocol 'mlrc': got 10000000, expected 2 to 1000"),
+        (Conventional, {"num_repeats": 0}, "num_repeats"),
+        (Hpo, {"held_out_part": 5}, r"held_out_part \(5\)"),
+        (HeldOut, {"num_parts": 1}, r"num_parts of protocol .* got 1, expected 2 to 1000"),
+    ],
+)
+def test_settings_out_of_range_are_named(kind, setting: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind(**setting)
+
+
 def test_a_class_of_one_image_is_legal_unless_no_query_has_a_positive() -> None:
     labels = np.array([0, 0, 1, 1, 2, 2, 3, 4, 4, 5])
     table = dataclasses.replace(

@@ -192,3 +192,11 @@ def test_results_name_settings_so_that_they_can_be_read_again(settings: KmeansSe
     with pytest.raises(ConfigError, match="kmeans: got 'something else'"):
         clustering.kmeans_of("something else")
     assert str(PROXYNCA_PP) == "scikit-learn, k-means++, 10 starts, 300 steps, seed 0"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": -1}, {"library": "cuml"}, {"init": "first"}, {"restarts": 0}, {"max_steps": 0}]
+)
+def test_impossible_settings_of_kmeans_are_refused_by_name(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"kmeans_{next(iter(changes))}"):
+        KmeansSettings(**changes)

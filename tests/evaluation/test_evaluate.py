@@ -260,6 +260,20 @@ def test_sets_that_cannot_be_evaluated_are_refused_with_the_row_at_fault() -> No
             evaluate(queries, gallery)
 
 
+def test_settings_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="tile_bytes"):
+        EvaluationSpec(tile_bytes=10)
+    with pytest.raises(ConfigError, match="recall_at"):
+        EvaluationSpec(recall_at=(4, 2))
+    with pytest.raises(ConfigError, match="recall_at is empty, and metrics asks for recall_at_k"):
+        EvaluationSpec(recall_at=())
+    assert EvaluationSpec(recall_at=(), metrics=("map_at_r",)).score_names == ("map_at_r",)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"dmlbench\[faiss-cpu\]"):
+        evaluate(difficult_set(0), None, EvaluationSpec(back_end="faiss"))
+    assert evaluate(difficult_set(0)).n_query == 90  # "auto" does without faiss
+
+
 # Tables
 
 
@@ -326,10 +340,3 @@ def test_scores_equal_loops_on_duplicates_near_ties_and_one_image_classes(seed: 
     result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2, 5, 500)))
     assert result.n_skipped_queries >= 3
     assert_equals_loops(result, by_loops(queries, None, (1, 2, 5, 500)))
-
-
-def test_faiss_is_asked_for_by_name_and_auto_does_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"dmlbench\[faiss-cpu\]"):
-        evaluate(difficult_set(0), None, EvaluationSpec(back_end="faiss"))
-    assert evaluate(difficult_set(0)).n_query == 90

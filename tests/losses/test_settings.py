@@ -1,6 +1,7 @@
-"""What does not compose; the objective: its precision, and regularizers beside the loss."""
+"""What losses, miners and regularizers reject; the objective: its precision, and regularizers beside the loss."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,22 +9,82 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor, nn
 
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
+from dmlbench.losses.cross_batch import CrossBatchRegularizer
 from dmlbench.losses.diva import Diva
+from dmlbench.losses.initialization import init_class_vectors
+from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.libc import Libc
+from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.metrix import Metrix
-from dmlbench.losses.miners import DistanceWeighted, SwitchedNegatives
+from dmlbench.losses.miners import DistanceWeighted, RandomPositiveHardestNegative, SwitchedNegatives
+from dmlbench.losses.multi_similarity_oodml import MultiSimilarityOodml
 from dmlbench.losses.objective import Objective
-from dmlbench.losses.part_regularizers import SelfSimilarity
+from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.proxy_anchor import ProxyAnchor
+from dmlbench.losses.proxy_nca import ProxyNca
+from dmlbench.losses.recall_at_k import RecallAtKSurrogate
 from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.losses.s2sd import SimilaritySelfDistillation
+from dmlbench.losses.soft_triple import SoftTriple
+from dmlbench.losses.uniform_prior import UniformPrior
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.losses.zero_shot import ZeroShotRegularizer
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.types import ConfigError, ModelOutput
 
+Make = Callable[..., object]
 PAIRS = losses.ContrastiveLoss()
 DISTANCE = AvslDistance(3, 4, top_k=2)
+
+
+def s2sd(weight: float, **settings: Any) -> SimilaritySelfDistillation:
+    return SimilaritySelfDistillation(weight, 8, lambda _: Objective(PAIRS), **settings)
+
+
+SETTINGS: list[tuple[Make, tuple[Any, ...], dict[str, list[Any]]]] = [
+    (ContrastiveC1, (), {"neg_margin": [1.0], "tolerance": [1.0]}),
+    (CrossBatchMemory, (ContrastiveC1(), 6), {"memory_size": [0]}),
+    (CrossBatchMemory, (ContrastiveC1(), 6, 10), {"weight": [0.0], "start_step": [-1]}),
+    (Diva, (4,), {"embedding_size": [10]}),
+    (Diva, (4, 8), {"intra_weight": [-1], "margin": [-1]}),
+    (DistanceWeighted, (), {"cutoff": [0, 2]}),
+    (init_class_vectors, (torch.empty(2, 2),), {"init": ["glorot"]}),
+    (init_class_vectors, (torch.empty(2, 2), "normal"), {"init_std": [None, 0.0]}),
+    (init_class_vectors, (torch.empty(2, 2), "he_normal"), {"init_std": [0.1]}),
+    (LayeredProxyAnchor, (4, DISTANCE), {"level_weights": [(1.0, 1.0), (0.0, 0.0, 0.0)], "alpha": [0.0]}),
+    (Libc, (4, 8), {"num_layers": [0], "num_heads": [0, 3], "dropout": [1.0], "label_smoothing": [-0.1],
+                    "temperature": [0.0, torch.inf], "refined_weight": [-1.0], "backbone_weight": [torch.inf]}),
+    (MarginOodml, (4,), {"beta": [0.0], "margin": [-0.1], "nu": [-1.0]}),
+    (Metrix, (PAIRS,), {"pairs": [[]], "weight": [0.0], "alpha": [0.0], "num_hard_negatives": [0]}),
+    (MultiSimilarityOodml, (), {"alpha": [0.0], "beta": [torch.inf], "epsilon": [-0.1]}),
+    (PartDecorrelation, (1.0,), {"embedding_size": [6]}),
+    (PartDecorrelation, (1.0, 8), {"hidden_size": [0]}),
+    (ProxyAnchor, (4, 4), {"alpha": [0.0, torch.nan], "margin": [1.0]}),
+    (ProxyNca, (4, 4), {"softmax_scale": [0.0], "proxy_std": [0.0]}),
+    (RandomPositiveHardestNegative, (), {"cutoff": [-1]}),
+    (RecallAtKSurrogate, (), {"k": [(), (0, 1)], "k_temperatures": [(1,), (1, 2, 4, 8, 0)], "rank_temperature": [0.0]}),
+    (ReconstructionRegularizer, (), {"weight": [0.0, -1.0]}),
+    (RecursiveRegularizer, (0.1, 5, 4), {"forgetting": [0.0, 1.5], "ridge": [torch.nan]}),
+    (s2sd, (), {"weight": [-1.0]}),
+    (s2sd, (0.5,), {"sizes": [(), (4, 0)], "distillation_weight": [-1.0], "feature_weight": [-1.0],
+                    "feature_delay": [-1], "temperature": [0.0]}),
+    (SelfSimilarity, (1.0, 8), {"queue_size": [0], "temperature": [0], "key_momentum": [1.1], "farthest": [2.5]}),
+    (SoftTriple, (4, 4), {"centers_per_class": [0], "la": [0.0], "tau": [-1.0]}),
+    (SwitchedNegatives, (miners.TripletMarginMiner(),), {"switch_probability": [1.5]}),
+    (UniformPrior, (0.1, 6), {"chunk_size": [0, 4], "hidden_size": [0], "discriminator_interval": [0]}),
+    (CrossBatchRegularizer, (0.1,), {"ridge": [-0.5], "num_splits": [-1]}),
+    (ZeroShotRegularizer, (0.1, 4, 4), {"ridge": [0.0], "softmax_scale": [-1.0], "num_splits": [0]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "name", "value"),
+    [(make, given, name, x) for make, given, settings in SETTINGS for name, values in settings.items() for x in values],
+)
+def test_settings_out_of_range_are_named(make: Make, arguments: tuple[Any, ...], name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        make(*arguments, **{name: value})
 
 
 def batch() -> tuple[Tensor, Tensor]:

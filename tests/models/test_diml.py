@@ -224,6 +224,15 @@ def test_cells_are_means_of_equal_parts(size: tuple[int, int], grid: int) -> Non
 
 
 def test_what_cannot_be_is_refused() -> None:
+    for settings in (
+        {"grid_size": 0},
+        {"num_neighbors": 0},
+        {"max_iterations": 0},
+        {"temperature": 0.004},
+        {"tolerance": -1.0},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            DimlDistance(**settings)
     distance, images = DimlDistance(grid_size=2), some_images()
     with pytest.raises(RunError, match="rows: got 31 numbers, expected a multiple of 5"):
         evaluate(EmbeddingSet(torch.ones(4, 31), torch.zeros(4).long(), torch.arange(4)), distance=distance)

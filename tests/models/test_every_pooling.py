@@ -1,5 +1,6 @@
 """The interface of every pooling: forms of maps, precision, gradients, NaN, state, contributions and errors."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from dmlbench.models.pooling.gemax import Gemax
 from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
 from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.k_max import KMax
+from dmlbench.models.pooling.native import Native
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
@@ -204,3 +206,34 @@ def test_other_channels_or_widths_are_rejected(name: str) -> None:
 
 
 X = torch.rand(1, 3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: KMax(21)(torch.zeros(1, 3, 4, 5), Projection(3, 4)), "k: got 21, expected at most 20"),
+        (lambda: Native()(X, Projection(3, 4)), r"\(1, 3, 2, 2\).*pooling=gap"),
+        (lambda: KMax(0), "k: got 0"),
+        (lambda: Gem(per_channel=True), "num_channels"),
+        (lambda: Cbam(8, channel_reduction=16), "channel_reduction: got 16, expected 1 to 8"),
+        (lambda: Delf(3, conv_size=2), "conv_size: got 2"),
+        (lambda: Weldon(k_max=5)(X, Projection(3, 4)), "got 5 and 3, expected at most 4"),
+        (lambda: Crow(epsilon=math.nan), "epsilon: got nan"),
+        (lambda: Gsop(6, (2, 0)), "map_width: got 0"),
+        (lambda: Gsop(4, (2, 3))(torch.rand(2, 3, 5, 6), Projection(3, 4)), r"\(5, 6\).*\(2, 3\).*variant=paper"),
+        (lambda: Gsp(6, 64, memory_rows=100), r"memory_rows: got 100.*num_prototypes \(64\)"),
+        (lambda: Gsp(6, start_step=-1), "start_step: got -1"),
+        (lambda: Gsp(6, transport_ratio=2.0), "transport_ratio: got 2.0"),
+        (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), "transport_ratio: got 1.0, expected below 1"),
+        (lambda: NetVlad(num_centers=0), "num_centers: got 0"),
+        (lambda: Otp(smoothing=0.0), "smoothing: got 0.0"),
+        (lambda: AttentionPool(10, num_heads=4), r"num_heads: got 4.*\(10\)"),
+        (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), "num_queries: got 4.* 6."),
+        (lambda: SimPool(8, power=0.0), "power: got 0.0"),
+        (lambda: Transformer(8, num_layers=0), "num_layers: got 0"),
+        (lambda: Transformer(6, position="sine"), "sine positions: got 6"),
+    ],
+)
+def test_arguments_outside_their_range_are_rejected(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()

@@ -151,6 +151,28 @@ def test_adaptation_finds_the_signal_and_keeps_the_trained_projection() -> None:
     assert torch.equal(again.weight, adapted.weight)
 
 
+def test_errors_of_adaptations() -> None:
+    for changes, message in (
+        ({"steps": 0}, "steps: got 0"),
+        ({"lr": 0.0}, "lr: got 0.0"),
+        ({"images_per_class": 1}, "images_per_class: got 1"),
+        ({"batch_size": 3}, "batch_size: got 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Adaptation(**{"steps": 1, "lr": 1.0, "weight_decay": 0.0} | changes)
+    features, labels = hidden_signal()
+    with pytest.raises(ConfigError, match="got 1 class"):
+        adapt(features, np.arange(4), labels.numpy()[:4], Adaptation(1, 1.0, 0.0), seed=0)
+    for changes, message in (
+        ({"episodes": 0}, "episodes: got 0"),
+        ({"shots": ()}, "shots: got an empty list"),
+        ({"spec": EvaluationSpec(metrics=("p_at_1", "nmi"))}, "metric: got 'nmi', expected a metric of rankings"),
+        ({"spec": EvaluationSpec(metrics=("p_at_1",), shortlist=5)}, "shortlist"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(PLAN, **changes)
+
+
 # --- runs
 
 

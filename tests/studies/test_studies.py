@@ -118,9 +118,15 @@ def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["two_mons"], "did you mean 'two_moons'"),
         (["two_moons", "name=a/b"], "name: got 'a/b', expected a file name"),
+        (["two_moons", "temperatures=[1.0]"], "temperatures: got [1.0], expected two or more positive numbers."),
+        (["two_moons", "steps=0"], "steps: got 0, expected a positive number."),
+        (["gsp_timing", "iterations=[10]"], "iterations: got [10], expected two or more positive numbers."),
         (["gsp_mu", "transport_ratios=[0.3,1.5]"], "expected two or more numbers in (0, 1]."),
         (["gsp_mu", "training=[loss]"], "training: got loss, expected overrides such as fit.max_steps=100."),
+        (["gsp_m_eps", "smoothings=[1.0]"], "smoothings: got [1.0], expected two or more positive numbers."),
+        (["gsp_weights", "transport_ratio=1"], "transport_ratio: got 1.0, expected a number between 0 and 1."),
         (["collage_samples", "super_classes=[insect]"], "super_classes 'insect' is unknown; did you mean 'insects'"),
+        (["collage_samples", "super_classes=[trees]"], "super_classes 'trees' is unknown"),  # background
         (["untrained_poolings", "poolings=[gap,cbam]"], "poolings: got gap, cbam, expected two or more of gap, gmp"),
         (["object_size", "gap=x"], "gmp=... is missing"),
         (["object_size", "edges=[0,0.5]"], "edges: got [0.0, 0.5], expected numbers that ascend from 0 to 1"),

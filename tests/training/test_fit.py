@@ -326,6 +326,21 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
         _train(tmp_path, max_steps=10)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[{"max_steps": -1}, {"validate_every": 0}, {"patience": 0}, {"clip_norm": 0.0}, {"warmup_steps": 20}],
+        *[{"accumulate": 0}, {"forward_batch": 0}, {"warmup_frozen": ["neck"]}, {"warmup_frozen": "head"}],
+        {"warmup_frozen": [], "warmup_steps": 1},
+        {"collapse_ratio": 1.0},
+        *[{"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}],
+    ],
+)
+def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        FitSettings(**({"max_steps": 20, "validate_every": 5} | changes))
+
+
 @pytest.mark.slow
 def test_compiled_passes_move_weights_by_rounding_alone(tmp_path) -> None:
     """Through the start of GSP's prototypes and a frozen warm-up, which change what is compiled.

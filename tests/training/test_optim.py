@@ -62,6 +62,20 @@ def test_nothing_of_a_group_without_decay_decays() -> None:
     assert decays == {"backbone": 0.1, "head": 0.1, "loss, no decay": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, r"optim\.lr \(0\.0\)"),
+        ({"weight_decay": -1.0}, r"optim\.weight_decay \(-1\.0\)"),
+        ({"without_decay": ["proxies"]}, r"optim\.without_decay names the group 'proxies'"),
+        ({"lr_multipliers": {"proxy": 1.0}}, r"'proxy'.*known: backbone, distance, head, loss, pooling"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_optimizer(_groups()[1], _settings(**changes), modules=[])
+
+
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -172,6 +186,16 @@ def test_warm_up_and_cosine_begin_and_end_at_their_factors_of_each_groups_rate()
     first, second = np.transpose(_rates(schedule, optimizer, 13))
     np.testing.assert_allclose(second, 100 * first)
     np.testing.assert_allclose(first[[0, 2, 4, 7, 10, 12]], [0.05, 0.075, 0.1, 0.055, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"warmup_steps": 10}, {"warmup_steps": -1}, {"start_factor": 0.0}, {"start_factor": 2.0}, {"final_factor": -0.1}],
+)
+def test_impossible_warm_up_is_refused_by_name(changes: dict[str, float]) -> None:
+    values = {"warmup_steps": 4, "total_steps": 10, "start_factor": 0.5, "final_factor": 0.0} | changes
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        WarmupCosine(**values)  # type: ignore[arg-type]
 
 
 def test_clipping_limits_values_first_and_then_the_norm() -> None:

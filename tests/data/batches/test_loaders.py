@@ -19,7 +19,7 @@ from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages, ImageSource, pixel_tensor
 from dmlbench.data.protocols import class_index
-from dmlbench.types import Batch, DataError, ImageTable, IntArray
+from dmlbench.types import Batch, ConfigError, DataError, ImageTable, IntArray
 
 CLASSES, IMAGES = 6, 5
 TRAIN = np.arange(10, 30)  # classes 2 to 5
@@ -231,6 +231,31 @@ def test_evaluation_goes_through_the_rows_in_order_again_and_again(num_workers: 
     first = next(iter(batches))  # an iteration that is given up ends its workers
     assert first.ids.tolist() == [29, 0, 7]
     assert list(eval_batches(table, rows[:0], identity(), batch_size=3, num_workers=num_workers)) == []
+
+
+def test_wrong_arguments_are_named() -> None:
+    table = array_table()
+    sampler = ClassBalancedBatchSampler(table.labels[TRAIN], classes_per_batch=2, images_per_class=1, seed=0)
+    parts = {"images": opened(table, identity()), "class_index": class_index(table, TRAIN), "sampler": sampler}
+    for rows, message in ((TRAIN[:5], "20 labels"), (TRAIN - 10, "class_index has no number")):
+        with pytest.raises(ConfigError, match=message):
+            TrainBatches(table, rows, **parts, transform=identity(), seed=0)
+    with pytest.raises(ConfigError, match=r"num_workers: got -1"):
+        batches_of(table, identity(), num_workers=-1)
+    with pytest.raises(ConfigError, match="batch_size"):
+        eval_batches(table, TRAIN, identity(), batch_size=0)
+    with pytest.raises(ConfigError, match=r"second views need a random"):
+        batches_of(table, identity(), second_views=True)
+    with pytest.raises(ConfigError, match="evaluation transform is random"):
+        eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
+    with pytest.raises(ConfigError, match="works on single images"):
+        EvalBatches(
+            table,
+            TRAIN,
+            images=torch.zeros(30, 8, 8, dtype=torch.uint8),
+            transform=center_crop(resize=24, crop=16),
+            batch_size=2,
+        )
 
 
 @pytest.mark.slow

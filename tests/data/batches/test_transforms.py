@@ -16,6 +16,7 @@ from dmlbench.data.batches.transforms import (
 )
 from dmlbench.data.images.sources import short_side_resized
 from dmlbench.runtime import derive_seed
+from dmlbench.types import ConfigError
 
 MLRC = {"crop": 227, "resize": 256, "scale": (0.16, 1.0)}
 SEEDS = [derive_seed("transforms", i) for i in range(4000)]
@@ -162,3 +163,23 @@ def test_no_padding_and_identity_change_nothing() -> None:
     rows = torch.tensor([2, 0])
     for transform in (random_shift(padding=0), identity()):
         assert torch.equal(transform(images, rows, [1, 2]), images[rows].permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("transform", "changes", "message"),
+    [
+        (center_crop, {"crop": 300, "resize": 256}, r"crop \(300\) exceeds resize \(256\)"),
+        (random_resized_crop, MLRC | {"scale": (0.5, 2)}, "scale"),
+        (random_resized_crop, MLRC | {"ratio": (0, 1)}, "ratio"),
+        (random_resized_crop, MLRC | {"flip": 2}, "flip"),
+        (random_resized_crop, MLRC | {"resize": 0}, "resize: got 0, expected at least 1"),
+        (random_resized_crop, MLRC | {"kernel": "opencv"}, "kernel 'opencv'"),
+        (random_shift, {"padding": -1}, "padding"),
+        (random_shift, {"padding": 1, "padding_mode": "wrap"}, "padding_mode 'wrap'"),
+    ],
+)
+def test_values_out_of_range_are_named(transform, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transform(**changes)
+    with pytest.raises(ConfigError, match="smaller than the images"):
+        random_shift(padding=8)(torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor([0]), [0])

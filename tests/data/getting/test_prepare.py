@@ -170,6 +170,14 @@ def test_what_is_missing_or_wrong_is_named(
     assert all((tmp_path / file).read_bytes() == b"half" for file in there)
 
 
+def test_several_files_make_one_folder(tmp_path: Path) -> None:
+    birds(tmp_path, "img.zip", {"img/WOMEN/Dresses/id_00000001/a.jpg": b"a"})
+    lines = [b"1", b"image_name item_id evaluation_status", b"img/WOMEN/Dresses/id_00000001/a.jpg id_00000001 train"]
+    (tmp_path / "list_eval_partition.txt").write_bytes(b"\n".join(lines))
+    made = prepare(SOURCES["inshop"], tmp_path)
+    assert sorted(path.name for path in made.folder.iterdir()) == [MARKER, "img", "list_eval_partition.txt"]
+
+
 def test_a_missing_archive_is_downloaded_and_extracted(tmp_path: Path, link: str) -> None:
     source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", link)
     lines: list[str] = []
@@ -201,6 +209,16 @@ def test_a_data_set_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None
         prepare(source, tmp_path)
     assert not (tmp_path / "cub200").exists()
     assert not prepare(source, tmp_path).was_there
+
+
+def test_archives_that_are_read_packed_are_copied_not_extracted(tmp_path: Path) -> None:
+    archive = tmp_path / "images_background_small1.zip"  # published without a checksum
+    with zipfile.ZipFile(archive, "w") as out:
+        out.writestr("images_background/A/character01/1.png", b"")
+    made = prepare(SOURCES["omniglot"], tmp_path / "data", given=[archive])
+    assert made.folder == tmp_path / "data" / "omniglot"
+    assert visible(made.folder) == ["images_background_small1.zip"]
+    assert prepare(SOURCES["omniglot"], tmp_path / "data", download=False).was_there
 
 
 @pytest.mark.parametrize(
@@ -263,6 +281,14 @@ def test_a_truncated_archive_is_rejected(tmp_path: Path, kind: str, kept: float)
     if kind == "tar":  # cut between two members
         archive.write_bytes(content[:1536])
         check_rejected(archive, "truncated")
+
+
+def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
+    content = bytearray(zip_of(tmp_path / "a.zip", {"a": b"1"}).read_bytes())
+    for magic, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(magic) + flags] |= 1
+    (tmp_path / "a.zip").write_bytes(content)
+    check_rejected(tmp_path / "a.zip", r"encrypted.*give password=<word>")
 
 
 def test_a_folder_that_was_not_made_from_the_archive_stays(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Collages of CIFAR-100: what stands where, which classes meet, and that nothing but the seed decides."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from dmlbench.data.protocols import Conventional, HeldOut
 from dmlbench.data.readers import cifar_collage
 from dmlbench.data.readers.cifar import CLASSES_100
 from dmlbench.data.readers.cifar_collage import BACKGROUND, SUPER_CLASSES, cifar100_collage, cifar100_training_classes
-from dmlbench.types import ImageTable
+from dmlbench.types import ConfigError, DataError, ImageTable
 
 PER_CLASS = 4
 
@@ -101,3 +102,13 @@ def test_the_bound_has_the_targets_alone(source, tmp_path: Path) -> None:
     assert targets.paths.tolist() == collages.paths.tolist()
     own = rows_of(np.repeat(np.repeat(targets.pixels, 2, axis=1), 2, axis=2))[:, :1]
     assert (rows_of(collages.pixels) == own).sum(axis=1).tolist() == [1] * len(own)
+
+
+def test_what_cannot_be_is_refused(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"layout \('papers'\) .* must be one of public, paper"):
+        cifar100_collage("x", cache_dir=tmp_path, layout="papers")
+    with pytest.raises(ConfigError, match=r"images_per_class \(5\) must lie in \[2, 4\]"):
+        cifar100_collage("x", cache_dir=tmp_path, images_per_class=5)
+    monkeypatch.setattr(cifar_collage, "cifar100", lambda root, *, cache_dir: replace(source, super_labels=None))
+    with pytest.raises(DataError, match="need the python version"):
+        cifar100_collage("x", cache_dir=tmp_path)

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dmlbench.data.readers import glyphs as module
 from dmlbench.data.readers.glyphs import glyphs, glyphs_collage
-from dmlbench.types import ImageTable
+from dmlbench.types import ConfigError, ImageTable
 
 SMALL = {"num_classes": 8, "images_per_class": 3}
 
@@ -164,3 +164,12 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
         assert all(in_train) if label < 3 else not any(in_train)
         assert max(symbols) < len(train) + len(test)
     assert quadrants == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_classes", 1), ("images_per_class", 0), ("image_size", 63), ("size_range", (0.9, 0.5)), ("shift", 0.7)],
+)
+def test_arguments_out_of_range_are_named(name: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=name):
+        glyphs_collage(cache_dir=tmp_path, **{name: value})
