@@ -57,6 +57,7 @@ class EvaluationSpec:
             )
 
     def device_for(self, rows: Tensor) -> torch.device:
+        """The device on which ``rows`` are searched."""
         device = rows.device if self.device is None else select_device(self.device)
         if device.type == "cuda" and device.index is None:  # tensors name theirs, and cuda is not equal to cuda:0
             return torch.device("cuda", torch.cuda.current_device())

@@ -60,6 +60,7 @@ def draw_nearest(
 
 
 def _tile(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Resize an image, with room for its frame."""
     scale = _SIDE / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     kernel = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX

@@ -110,6 +110,7 @@ def save_embeddings(
 
 
 def save_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
+    """Write the state of a distance atomically."""
     atomic_write(path, save({name: x.detach().cpu().contiguous() for name, x in distance.state_dict().items()}))
 
 
