@@ -318,6 +318,8 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
     assert [row["verdict"] for row in rows] == ["reproduced", *["differs"] * 5, *["not run"] * 2]
     out, _ = reproduce(capsys, "oodml/table_s2", "backbone=efficientnet_lite0", "dataset=sop", "run_missing=false")
     assert "8 not run" in out
+    out, _ = reproduce(capsys, "oodml/figure_s3", "dataset=sop", "--dry-run")  # commands name several data sets
+    assert out.count("dmlbench train") == out.count("dataset=sop backbone=resnet50 repeat") == 6
 
 
 @pytest.mark.slow

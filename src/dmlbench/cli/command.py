@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-import string
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,9 +87,9 @@ def quiet(name: str) -> Iterator[None]:
 
 
 def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
-    """``hydra.help.template`` filled in; Hydra's own way of listing the groups takes a second."""
+    """``hydra.help`` and the values; Hydra's own way of listing the groups takes a second."""
     cfg = composer.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
-    template = string.Template(cfg.hydra.help.template)
+    header, footer = cfg.hydra.help.header, re.sub("(?m)^dmlbench ", "  dmlbench ", cfg.hydra.help.footer)
     options: dict[str, list[str]] = {}
     for folder in config_folders(config_dir):
         for path in sorted(folder.glob("*/**/*.yaml")):
@@ -97,7 +97,8 @@ def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | Non
             if not group.startswith("hydra"):
                 options.setdefault(group, []).append(path.stem)
     groups = "\n".join(f"{group}: {', '.join(sorted(set(found)))}" for group, found in sorted(options.items()))
-    return template.substitute(CONFIG=OmegaConf.to_yaml(without_hydra(cfg)), APP_CONFIG_GROUPS=groups)
+    footer = footer.replace("$APP_CONFIG_GROUPS", groups)
+    return f"{header}\n\n{footer}\n\nValues:\n\n{OmegaConf.to_yaml(without_hydra(cfg))}"
 
 
 @dataclass(frozen=True)

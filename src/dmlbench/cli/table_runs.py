@@ -250,8 +250,11 @@ def _commands(
     datasets = {dataset for options in chosen for dataset in options.strip("[]").split(",")}
     for line in lines:
         words = shlex.split(line)[1:]
-        if datasets and not datasets & {word.removeprefix("dataset=") for word in words}:
-            continue
+        if datasets:
+            own = next((word for word in words if word.startswith("dataset=")), "dataset=")
+            if not (kept := [dataset for dataset in own[8:].split(",") if dataset in datasets]):
+                continue
+            words[words.index(own)] = f"dataset={','.join(kept)}"
         schema = schema_of("_".join(words[:2]) if words[0] in ("oodml", "study") else words[0])
         keys = [field.name for field in dataclasses.fields(schema)]
         rest = [override for override in given if not override.startswith("dataset=")]
