@@ -179,10 +179,10 @@ def test_reducers_and_miners_come_by_their_names_as_well(composed) -> None:
 def test_interpolated_values_and_the_option_s_own_component_stay(composed) -> None:
     cfg = composed("loss=proxy_anchor", f"loss._target_={LOSSES}ArcFaceLoss")
     assert set(cfg.loss) == {"_target_", "num_classes", "embedding_size"}
-    own = composed("pooling=gsp")
-    again = composed("pooling=gsp", f"pooling._target_={own.pooling._target_}")
+    own = composed("pooling=gmp_gsp")  # has gsp's component
+    again = composed("pooling=gmp_gsp", f"pooling._target_={own.pooling._target_}")
     assert again.pooling == own.pooling
-    assert again.runtime.choices.pooling == "gsp"
+    assert again.runtime.choices.pooling == "gmp_gsp"
 
 
 @pytest.mark.slow

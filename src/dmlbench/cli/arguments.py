@@ -235,13 +235,12 @@ def _names_a_target(key: str) -> bool:
 
 
 def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -> str:
-    """The component that an option has by itself, empty if it has none."""
-    files = (folder / group / f"{choice}.yaml" for folder in folders)
-    file = next((file for file in files if file.is_file()), None)
+    """The component of an option, or of the option that it begins with; empty if it has none."""
+    file = next((file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()), None)
     if file is None:
         return ""
     try:
-        content = load_yaml(file)
+        content = load_yaml(file) or {}
     except ValueError as error:
         raise ConfigError(f"{file}: {error}.") from error
-    return str(content.get("_target_", "")) if isinstance(content, dict) else ""
+    return str(content.get("_target_", "")) or _target_of_option(group, content.get("defaults", [None])[0], folders)

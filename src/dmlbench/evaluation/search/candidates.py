@@ -176,16 +176,13 @@ class TopK:
 
 
 def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark: bool = False) -> Keys:
-    """Order candidates by (exact similarity descending, column ascending); only near ones are computed exactly.
+    """Order candidates by (exact similarity descending, column), padding last; near ones are computed exactly.
 
     Args:
         keys: [T, C] that contain the k nearest of every row.
         k: places that matter; the order beyond may be that of the float32 values.
         slack: values further apart than this are in the right order.
         by_mark: only the order between marked (relevant) and other candidates has to be right: no score needs more.
-
-    Returns:
-        The keys [T, C] in order, padding last.
     """
     if keys.size == 0:
         return keys
