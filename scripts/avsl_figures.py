@@ -20,7 +20,7 @@ import torch
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from dmlbench.apps.loaded import distance_of_run
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.results.store import EMBEDDINGS
 from dmlbench.runtime import generator

@@ -26,7 +26,7 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from threadpoolctl import threadpool_limits
 
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics.table import mean_scores
+from dmlbench.evaluation.metrics.registry import mean_scores
 from dmlbench.evaluation.search.unit_vectors import unit_rows
 from dmlbench.results.collections import collections
 from dmlbench.types import EmbeddingSet

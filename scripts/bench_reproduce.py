@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from dmlbench.apps.paper_comparison import grid_tables, summarize
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
-from dmlbench.apps.table_comparison import grid_tables, summarize
-from dmlbench.cli.commands import status
+from dmlbench.cli.simple_commands import status
 from dmlbench.config import arguments_of, compose
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from dmlbench.evaluation.metrics.table import TABLE
+from dmlbench.evaluation.metrics.registry import TABLE
 from dmlbench.results.table import summarize_tables
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,7 @@ _IMPORTED_BEFORE = [
     *(
         "dmlbench.runner",
         "dmlbench.apps.embeddings",
-        "dmlbench.apps.tables",
+        "dmlbench.apps.compare_configs",
         "dmlbench.apps.report.page",
         "torch._dynamo",
     ),

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dmlbench.apps.loaded import load
-    from dmlbench.cli.python import evaluate, run, table
+    from dmlbench.apps.loading import load
+    from dmlbench.cli.python_api import evaluate, run, table
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "evaluate", "load", "run", "table"]

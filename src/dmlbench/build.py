@@ -134,7 +134,7 @@ def build_model(cfg: DictConfig) -> MetricModel:
     backbone = component(cfg.backbone)
     OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
     given: dict[str, Any] = {"in_channels": list(backbone.channels)}
-    if asks_for_map_size(cfg) or "map_sizes" in _head_parameters(cfg):
+    if needs_map_size(cfg) or "map_sizes" in _head_parameters(cfg):
         given["map_sizes"] = backbone.map_sizes(cfg.runtime.image_size)
         OmegaConf.update(cfg, "runtime.map_size", given["map_sizes"][-1])
     pooling = component(cfg.pooling)
@@ -269,7 +269,7 @@ def _head_parameters(cfg: DictConfig) -> set[str]:
     return set(parameters_of(imported(cfg.head._target_, "head"))[0])
 
 
-def asks_for_map_size(cfg: DictConfig) -> bool:
+def needs_map_size(cfg: DictConfig) -> bool:
     return cfg.pooling is not None and "${runtime.map_size}" in OmegaConf.to_yaml(cfg.pooling, resolve=False)
 
 

@@ -8,7 +8,7 @@ from omegaconf.errors import InterpolationResolutionError
 from pytorch_metric_learning.distances import BaseDistance
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dmlbench.build import asks_for_map_size, build_distance, build_rerank
+from dmlbench.build import build_distance, build_rerank, needs_map_size
 from dmlbench.components import check_components, check_periods, component, declared, imported, parameters_of
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
@@ -64,7 +64,7 @@ def check_values(cfg: DictConfig) -> None:
         if node is not None and not _waits_for_data(node):
             component(node)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
-    if asks_for_map_size(cfg) and crops[0] != crops[1]:
+    if needs_map_size(cfg) and crops[0] != crops[1]:
         raise ConfigError(
             f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
             f"transform.eval.crop ({crops[1]}) differ; set both to the same"

@@ -15,8 +15,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from dmlbench.external import load_json, load_yaml
-from dmlbench.recipes import register_recipes, settle_recipe
+from dmlbench.external_files import load_json, load_yaml
+from dmlbench.recipes import record_recipe, register_recipes
 from dmlbench.types import ConfigError, RunError
 
 
@@ -40,7 +40,7 @@ def compose(name: str, overrides: Sequence[str], *, with_hydra: bool = False) ->
         renamed = [re.sub("^recipe[.]side=", "recipe/side=", override) for override in overrides]
         cfg = hydra.compose(name, overrides=renamed, return_hydra_config=with_hydra)
     if name == "train":
-        settle(cfg)
+        complete_config(cfg)
     return cfg
 
 
@@ -75,7 +75,7 @@ def without_hydra(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def settle(cfg: DictConfig) -> None:
+def complete_config(cfg: DictConfig) -> None:
     """Complete a run's composed configuration: record the recipe, drop a table's rows, hash the file of splits."""
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
@@ -83,7 +83,7 @@ def settle(cfg: DictConfig) -> None:
         raise ConfigError(f"this experiment is no run; it is made by: {'; '.join(reproduce.commands)}")
     if reproduce and "needs" in reproduce:
         raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
-    settle_recipe(cfg)
+    record_recipe(cfg)
     protocol = cfg.protocol
     if "splits_sha256" in protocol and protocol.splits_sha256 is None:
         given = "" if OmegaConf.is_missing(protocol, "splits") else protocol.splits

@@ -33,7 +33,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from dmlbench.external import Schema, load_yaml, read
+from dmlbench.external_files import Schema, load_yaml, read
 from dmlbench.types import ConfigError, flatten
 
 SIDES = ("code", "paper")
@@ -230,7 +230,7 @@ def _refusal(name: str, recipe: Recipe, chosen: Mapping[str, str | None]) -> str
     return f"recipe={name} has nothing for {asked}; with {given} it has {others} (recipe=none leaves it out)"
 
 
-def settle_recipe(cfg: DictConfig) -> None:
+def record_recipe(cfg: DictConfig) -> None:
     """Store which of the recipe's values were overridden; raises ConfigError if it does not cover the options."""
     facts: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
     if "values" not in facts:

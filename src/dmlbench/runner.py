@@ -29,7 +29,7 @@ from dmlbench.identity import directory_of, is_complete, run_sha256
 from dmlbench.models.net import MetricModel
 from dmlbench.results import store
 from dmlbench.training.checkpoint import load_checkpoint
-from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, Follow, fit
+from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, OnValidation, fit
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
@@ -72,15 +72,15 @@ class ComposedRun:
     def check(self) -> None:
         check(self.cfg)
 
-    def train(self, follow: Follow | None = None) -> Path:
-        return run(self.cfg, follow)
+    def train(self, on_validation: OnValidation | None = None) -> Path:
+        return run(self.cfg, on_validation)
 
 
-def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
+def run(cfg: DictConfig, on_validation: OnValidation | None = None) -> Path:
     """Train and test a composed configuration; returns the run directory.
 
     A complete run is skipped; an interrupted one resumes from its checkpoint. A run with a ``rerank`` takes the
-    weights of the complete run without it, if there is one. ``follow`` may end the training (see ``fit``).
+    weights of the complete run without it, if there is one. ``on_validation`` may end the training (see ``fit``).
 
     Raises:
         DmlbenchError: what a user can fix; also in ``error.txt`` of the run directory.
@@ -115,7 +115,7 @@ def run(cfg: DictConfig, follow: Follow | None = None) -> Path:
             with contextlib.ExitStack() as opened:
                 for logger in experiment.loggers:
                     opened.callback(logger.close)
-                _run(experiment, run_dir, stop, follow, _run_without_rerank(cfg, run_dir))
+                _run(experiment, run_dir, stop, on_validation, _run_without_rerank(cfg, run_dir))
         except (RunInUse, Pruned):
             raise
         except Exception as error:
@@ -166,7 +166,7 @@ def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
     return found if _is_complete(plain, found) and (found / BEST).exists() else None
 
 
-def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
+def _with_weights_of(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
     """Copy weights and history of a complete run; the result has no training time of its own."""
     result = store.read_result(trained)
     store.require_own_files(trained, result, (BEST,))
@@ -177,7 +177,9 @@ def _taken(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
     return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
 
 
-def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow | None, trained: Path | None) -> None:
+def _run(
+    experiment: Experiment, run_dir: Path, stop: StopSignal, on_validation: OnValidation | None, trained: Path | None
+) -> None:
     setup, plan = experiment.setup, experiment.plan
     data, model, device, settings = setup.data, setup.model, setup.device, setup.settings
     if plan is not None:
@@ -202,7 +204,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
 
     try:
         if trained is not None:
-            progress = _taken(trained, run_dir, model)
+            progress = _with_weights_of(trained, run_dir, model)
             for logger in experiment.loggers:
                 logger.start(progress.step)
         else:
@@ -212,7 +214,7 @@ def _run(experiment: Experiment, run_dir: Path, stop: StopSignal, follow: Follow
                 model, experiment.objective, experiment.batches, validate if data.split.val else None,
                 experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,
                 loggers=experiment.loggers, picture=drawn.pop, stop=stop, data_fingerprint=data.table.fingerprint,
-                follow=follow,
+                on_validation=on_validation,
             )  # fmt: skip
     finally:
         experiment.batches.close()

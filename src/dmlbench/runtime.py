@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 import numpy as np
 import torch
 
-from dmlbench.external import load_json
+from dmlbench.external_files import load_json
 from dmlbench.types import ConfigError, RunError, require_file
 
 Precision = Literal["float32", "bf16"]

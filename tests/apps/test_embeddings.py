@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from composed import arguments
 
-from dmlbench.cli import commands
+from dmlbench.cli import simple_commands
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
 from dmlbench.types import ConfigError, RunError
 
@@ -25,7 +25,7 @@ def test_scores_counts_and_settings_are_printed_and_written(tmp_path: Path, caps
     rows, labels = write(tmp_path)
     files = [f"{name}={tmp_path}/{name}.{kind}" for name, kind in
              (("output", "json"), ("per_query", "csv"), ("per_class", "csv"))]  # fmt: skip
-    commands.evaluate(arguments("evaluate", *[
+    simple_commands.evaluate(arguments("evaluate", *[
         f"embeddings={tmp_path}/x.npz", "evaluation.metrics=[p_at_1,recall_at_k,map,intra_class_distance]",
         "evaluation.recall_at=[1,90]", "hardest=2", "hardest_by=map", *files,
     ]))  # fmt: skip
@@ -57,4 +57,4 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (["embeddings=unread.npz", "hardest=2", "evaluation.metrics=[nmi]"], ConfigError, "it has none; add map_at_r"),
     ):
         with pytest.raises(error, match=message):
-            commands.evaluate(arguments("evaluate", *overrides))
+            simple_commands.evaluate(arguments("evaluate", *overrides))

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from dmlbench.apps.explain_pair import explain_images, write_pair
-from dmlbench.apps.loaded import NamedImage, load_run, read_one
+from dmlbench.apps.loading import NamedImage, load_run, read_one
 from dmlbench.cli.main import main
 from dmlbench.data.batches.transforms import center_crop
 from dmlbench.data.images.sources import DecodedImages

@@ -8,8 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from written_runs import write_run
 
-from dmlbench.apps.plan import Plan, compose_configs, make_plan
-from dmlbench.apps.table_comparison import (
+from dmlbench.apps.paper_comparison import (
     PUBLISHED,
     Provenance,
     are_published,
@@ -20,6 +19,7 @@ from dmlbench.apps.table_comparison import (
     provenance_of,
     seconds_per_run,
 )
+from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS, ERROR, LOCK, RESULT, locked, make_directory

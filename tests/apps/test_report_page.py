@@ -21,10 +21,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from dmlbench.apps.imported import import_config
+from dmlbench.apps.compare_configs import ConfigSummary, build_tables, compare_configs, find_configs
+from dmlbench.apps.import_embeddings import import_config
 from dmlbench.apps.report import numbers, page
 from dmlbench.apps.report.numbers import paper_scores
-from dmlbench.apps.tables import ConfigSummary, build_tables, compare_configs, find_configs
 from dmlbench.cli.main import main
 from dmlbench.components import component
 from dmlbench.config import compose

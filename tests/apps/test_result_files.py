@@ -9,10 +9,10 @@ import torch
 from composed import arguments
 from written_runs import write_run
 
-from dmlbench.apps.loaded import load_run
+from dmlbench.apps.compare_configs import ConfigSummary, compare_configs, differences_text
+from dmlbench.apps.loading import load_run
 from dmlbench.apps.report.page import draw_report
-from dmlbench.apps.tables import ConfigSummary, compare_configs, differences_text
-from dmlbench.cli import commands
+from dmlbench.cli import simple_commands
 from dmlbench.evaluation.embeddings.embed import save_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_config
@@ -135,7 +135,7 @@ def _report(root: Path) -> object:
 
 
 def _evaluate(root: Path) -> object:
-    return commands.evaluate(arguments("evaluate", f"run={_run(root)}"))
+    return simple_commands.evaluate(arguments("evaluate", f"run={_run(root)}"))
 
 
 def _load(root: Path) -> object:

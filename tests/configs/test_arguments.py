@@ -7,8 +7,8 @@ import pytest
 
 from dmlbench.checks import check
 from dmlbench.cli.arguments import for_hydra, parse
-from dmlbench.cli.commands import OODML, STUDIES
 from dmlbench.cli.main import COMMANDS
+from dmlbench.cli.simple_commands import OODML, STUDIES
 from dmlbench.config import compose, schema_of
 from dmlbench.identity import config_id
 

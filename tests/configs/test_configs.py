@@ -20,7 +20,7 @@ from dmlbench.checks import check
 from dmlbench.cli.errors import guarded
 from dmlbench.components import component, imported, parameters_of
 from dmlbench.config import compose, config_folder
-from dmlbench.data.given_splits import FORMAT
+from dmlbench.data.split_file import FORMAT
 from dmlbench.identity import config_id, run_sha256
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, ModelOutput

@@ -105,7 +105,7 @@ def test_other_faults_keep_their_traceback() -> None:
 def test_sigterm_outside_of_training_is_one_line_and_asks_to_come_back(tmp_path: Path) -> None:
     code = """
 import time
-from dmlbench.cli import commands
+from dmlbench.cli import simple_commands
 from dmlbench.cli.main import main
 def wait(cfg):
     print("ready", flush=True)

@@ -11,9 +11,9 @@ from commands_of_tables import CONF, command_of, commands, reproduce_of
 from dmlbench import papers
 from dmlbench.checks import check
 from dmlbench.cli.arguments import parse
-from dmlbench.cli.commands import OODML, STUDIES
+from dmlbench.cli.simple_commands import OODML, STUDIES
 from dmlbench.config import compose, key_of, schema_of
-from dmlbench.data.given_splits import FORMAT, read_splits
+from dmlbench.data.split_file import FORMAT, read_splits
 from dmlbench.papers import load_table, tables
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError

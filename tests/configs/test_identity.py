@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from dmlbench.cli.python import run, table
+from dmlbench.cli.python_api import run, table
 from dmlbench.config import compose, config_folder, read_config
 from dmlbench.identity import changed_code, config_id, config_settings, contents, is_complete
 from dmlbench.models.resnet_cifar import ResNet20

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.checks import check
 from dmlbench.config import compose, config_folder, read_config
-from dmlbench.external import read
+from dmlbench.external_files import read
 from dmlbench.identity import config_id
 from dmlbench.recipes import GROUPS, SIDES, Recipe, applies
 from dmlbench.results.store import CONFIG, read_result

@@ -17,12 +17,12 @@ from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.data.protocols import class_index
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
-from dmlbench.losses.cross_batch import CrossBatchRegularizer
 from dmlbench.losses.diva import Diva
+from dmlbench.losses.diva_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
-from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.losses.xml import CrossBatchRegularizer
 from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.backbones import Backbone

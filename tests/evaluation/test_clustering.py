@@ -10,7 +10,7 @@ import torch
 
 from dmlbench.evaluation.metrics import clustering
 from dmlbench.evaluation.metrics.clustering import KmeansSettings, WholeSet, class_distances, kmeans, mutual_information
-from dmlbench.evaluation.metrics.table import asked_scores, set_scores
+from dmlbench.evaluation.metrics.registry import scores_of, set_scores
 from dmlbench.evaluation.search.unit_vectors import FloatRows, unit_rows
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
@@ -50,7 +50,7 @@ def test_raw_scores_equal_those_of_the_code_of_proxynca_pp(golden_dir: Path, mon
         monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans", lambda *_, found=recorded, **__: found)
         queries = EmbeddingSet(rows.float(), labels, torch.arange(len(rows)))
         whole = WholeSet(queries, None, kmeans_settings=KmeansSettings())
-        scores = set_scores(whole, asked_scores(["raw_nmi", "raw_recall_at_k"], [1, 2, 4, 8]))
+        scores = set_scores(whole, scores_of(["raw_nmi", "raw_recall_at_k"], [1, 2, 4, 8]))
         assert scores["raw_nmi"] == pytest.approx(float(golden[f"{case}_nmi_geometric"]), abs=1e-12)
         for k in (1, 2, 4, 8):
             of_all = scores[f"raw_recall_at_{k}"] * len(whole.raw_first_hits) / len(rows)
@@ -133,7 +133,7 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
         for part in (slice(0, 40), slice(20, 60))
     )
     metrics = ("nmi", "ami", "intra_class_distance", "inter_class_distance")
-    scores = asked_scores((*metrics, "map_at_r"))
+    scores = scores_of((*metrics, "map_at_r"))
     expected = set_scores(WholeSet(everything, None, kmeans_settings=KmeansSettings()), scores)
     assert list(expected) == list(metrics)
     assert set_scores(WholeSet(queries, gallery, kmeans_settings=KmeansSettings()), scores) == expected

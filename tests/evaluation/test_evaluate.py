@@ -21,7 +21,7 @@ from dmlbench.evaluation.evaluate import (
     ranks_like_unit_vectors,
     to_csv,
 )
-from dmlbench.evaluation.metrics.table import METRICS, asked_scores, score_names
+from dmlbench.evaluation.metrics.registry import METRICS, score_names, scores_of
 from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -46,7 +46,7 @@ def by_loops(queries: EmbeddingSet, gallery: EmbeddingSet | None, recall_at: tup
     """Every score from a sorted list per query, with float64 inner products and the rule for ties."""
     reference = queries if gallery is None else gallery
     x, y = unit_rows(queries.rows).astype(np.float64), unit_rows(reference.rows).astype(np.float64)
-    scores: dict[str, list[float]] = {name: [] for name in score_names(asked_scores(QUERY_METRICS, recall_at))}
+    scores: dict[str, list[float]] = {name: [] for name in score_names(scores_of(QUERY_METRICS, recall_at))}
     for q in range(len(queries)):
         # equal rows give equal sums here, so duplicates tie
         items = [(-float(np.sum(x[q] * y[g])), g) for g in range(len(reference)) if reference.ids[g] != queries.ids[q]]
@@ -151,7 +151,7 @@ def test_whole_rankings_equal_loops_by_every_route(seed: int, separate: bool) ->
 def test_metrics_asked_for_do_not_move_the_others() -> None:
     queries = difficult_set(11)
     usual, every = evaluate(queries), evaluate(queries, None, EvaluationSpec(metrics=tuple(METRICS)))
-    assert set(every.scores) == {*usual.scores, *score_names(asked_scores(tuple(METRICS)))}
+    assert set(every.scores) == {*usual.scores, *score_names(scores_of(tuple(METRICS)))}
     assert {name: every.scores[name] for name in usual.scores} == usual.scores
     assert usual.kmeans is None
     assert every.kmeans is not None and every.kmeans.endswith("seed 0")

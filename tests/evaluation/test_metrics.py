@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dmlbench.evaluation.metrics import table
-from dmlbench.evaluation.metrics.table import METRICS, TABLE, asked_scores, query_scores, score_named
+from dmlbench.evaluation.metrics import registry
+from dmlbench.evaluation.metrics.registry import METRICS, TABLE, query_scores, score_named, scores_of
 from dmlbench.evaluation.relevance import positives_per_query
 from dmlbench.types import ConfigError
 
@@ -13,7 +13,7 @@ def test_scores_equal_their_definitions_spelled_out_as_loops() -> None:
     rng = np.random.default_rng(0)
     relevant = rng.random((40, 12)) < 0.3
     positives = rng.integers(1, 13, size=40)
-    scores = query_scores(relevant, positives, asked_scores(table.DEFAULT_METRICS, (1, 3, 50)))
+    scores = query_scores(relevant, positives, scores_of(registry.DEFAULT_METRICS, (1, 3, 50)))
     for q in range(40):
         total, hits = 0.0, 0
         for r in range(int(positives[q])):
@@ -32,7 +32,7 @@ def test_scores_of_whole_rankings_equal_their_definitions_spelled_out_as_loops()
     relevant = rng.random((12, 1300)) < 0.02
     relevant[:, 1200] = True  # beyond the thousandth place
     positives = relevant.sum(axis=1)
-    scores = query_scores(relevant, positives, asked_scores(("map", "oodml_map_at_1000")))
+    scores = query_scores(relevant, positives, scores_of(("map", "oodml_map_at_1000")))
     assert list(scores) == ["map", "oodml_map_at_1000"]
     for q in range(12):
         ranks = np.flatnonzero(relevant[q]) + 1
@@ -45,14 +45,14 @@ def test_scores_of_whole_rankings_equal_their_definitions_spelled_out_as_loops()
 
 def test_a_ranking_is_as_deep_as_its_scores_need() -> None:
     def of(*metrics: str) -> int:
-        return table.depth(np.array([3, 7]), 5000, asked_scores(metrics, (1, 4)))
+        return registry.depth(np.array([3, 7]), 5000, scores_of(metrics, (1, 4)))
 
     assert (of("map_at_r"), of("oodml_map_at_1000", "nmi"), of("map", "oodml_map_at_1000")) == (7, 1000, 5000)
-    assert table.depth(np.array([2]), 9, asked_scores(["oodml_map_at_1000"])) == 9
+    assert registry.depth(np.array([2]), 9, scores_of(["oodml_map_at_1000"])) == 9
 
 
 def test_scores_are_listed_in_one_order_whatever_the_order_they_are_asked_in() -> None:
-    assert table.score_names(asked_scores(["nmi", "recall_at_k", "recall_at_3", "map"], (1, 5))) == (
+    assert registry.score_names(scores_of(["nmi", "recall_at_k", "recall_at_3", "map"], (1, 5))) == (
         "recall_at_1", "recall_at_3", "recall_at_5", "map", "nmi"
     )  # fmt: skip
 
@@ -70,16 +70,16 @@ def test_scores_are_listed_in_one_order_whatever_the_order_they_are_asked_in() -
 )
 def test_unknown_repeated_and_absent_metrics_are_refused(metrics: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        asked_scores(metrics)
-    assert len(asked_scores(list(METRICS), (7,))) == len(TABLE)
+        scores_of(metrics)
+    assert len(scores_of(list(METRICS), (7,))) == len(TABLE)
 
 
 def test_scores_have_the_same_bits_however_many_places_are_known() -> None:
     rng = np.random.default_rng(1)
     relevant = rng.random((30, 200)) < 0.4
     positives = np.full(30, 90)
-    short = query_scores(relevant[:, :90], positives, asked_scores(table.DEFAULT_METRICS, (1,)))
-    long = query_scores(relevant, positives, asked_scores(table.DEFAULT_METRICS, (1,)))
+    short = query_scores(relevant[:, :90], positives, scores_of(registry.DEFAULT_METRICS, (1,)))
+    long = query_scores(relevant, positives, scores_of(registry.DEFAULT_METRICS, (1,)))
     assert all(np.array_equal(short[name], long[name]) for name in short)
 
 
@@ -90,13 +90,13 @@ def test_positives_leave_out_the_query_only_where_the_gallery_holds_it() -> None
 
 
 def test_skipped_queries_do_not_count_in_the_mean() -> None:
-    assert table.mean_scores({"p_at_1": np.array([1.0, np.nan, 0.0])}) == {"p_at_1": 0.5}
+    assert registry.mean_scores({"p_at_1": np.array([1.0, np.nan, 0.0])}) == {"p_at_1": 0.5}
 
 
 @pytest.mark.parametrize("values", [(0,), (2, 1), (1, 1), (-3,), (1.5,), ("1",)])
 def test_recall_at_refuses_values_that_are_not_increasing_and_positive(values: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="recall_at"):
-        asked_scores(table.DEFAULT_METRICS, values)
+        scores_of(registry.DEFAULT_METRICS, values)
 
 
 def random_rankings() -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from pytorch_metric_learning.distances import BaseDistance, DotProductSimilarity
 
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import Evaluation, evaluate, hardest_queries
-from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
+from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, query_scores, scores_of
 from dmlbench.evaluation.search import pairwise, scan
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, is_symmetric
 from dmlbench.evaluation.search.rerank import nearest
@@ -22,7 +22,7 @@ from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError
 
 RECALL_AT = (1, 3)
-ASKED = asked_scores(DEFAULT_METRICS, RECALL_AT)
+ASKED = scores_of(DEFAULT_METRICS, RECALL_AT)
 LEVELS, NODES = 2, 12
 
 

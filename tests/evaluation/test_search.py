@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from dmlbench.evaluation.search import candidates, unit_vectors
-from dmlbench.evaluation.search.candidates import PADDING, TopK, column_of, kth_bound, marked, pack, settle, value_of
+from dmlbench.evaluation.search.candidates import (
+    PADDING,
+    TopK,
+    column_of,
+    kth_bound,
+    marked,
+    order_exactly,
+    pack,
+    value_of,
+)
 from dmlbench.evaluation.search.scan import ScanPlan, strict_float32_products
 from dmlbench.evaluation.search.unit_vectors import (
     UnitSearch,
@@ -148,7 +157,7 @@ def test_float32_noise_cannot_change_the_places_that_matter(by_mark: bool) -> No
     marks = rng.random(shape) < 0.5
     order = np.lexsort((column, -true), axis=1)
     for k in (1, 3, 8, 9):
-        found = settle(keys | marks, lambda r, c: similarity[r, c], k=k, slack=slack, by_mark=by_mark)[:, :k]
+        found = order_exactly(keys | marks, lambda r, c: similarity[r, c], k=k, slack=slack, by_mark=by_mark)[:, :k]
         assert np.array_equal(marked(found), np.take_along_axis(marks, order, axis=1)[:, :k])
         if not by_mark:
             assert np.array_equal(column_of(found), np.take_along_axis(column, order, axis=1)[:, :k])
@@ -243,7 +252,7 @@ def test_half_of_the_products_find_what_a_sort_of_float64_products_does(
     search = UnitSearch(queries, None)
 
     def finish(part: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        return column_of(settle(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
+        return column_of(order_exactly(keys, search.exact(part), k=k, slack=search.slack)[:, :k])
 
     search.plan = lambda *_: ScanPlan(rows, columns, threads, by_half=True)
     found = [

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dmlbench import runner as run_module
 from dmlbench.apps.embeddings import evaluate_from
-from dmlbench.apps.loaded import distance_of_run
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec

@@ -27,7 +27,7 @@ from dmlbench.cli.main import main
 from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.readers.cifar import CLASSES_100
-from dmlbench.evaluation.metrics.table import METRICS
+from dmlbench.evaluation.metrics.registry import METRICS
 from dmlbench.models.bninception import BNInception
 
 SMALLER = ("fit.max_steps=2", "fit.validate_every=2", "fit.warmup_steps=0", "fit.patience=null", "device=cpu")
@@ -257,7 +257,7 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_hold(repository, 
         assert options <= site[tmp_path / f"{name}.html"].first_configs, group
     assert set(METRICS) <= site[tmp_path / "evaluation.html"].first_configs
     assert "glyphs_collage" in site[tmp_path / "measured.html"].first_configs
-    assert {"dmlbench.cli.python.run", "dmlbench.evaluation.evaluate.evaluate_arrays"} <= site[
+    assert {"dmlbench.cli.python_api.run", "dmlbench.evaluation.evaluate.evaluate_arrays"} <= site[
         tmp_path / "python.html"
     ].anchors
 

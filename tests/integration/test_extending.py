@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.tables import build_tables, find_configs
+from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate

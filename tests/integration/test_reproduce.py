@@ -305,7 +305,7 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
         write_json(Path(given["output"]), measured)
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr("dmlbench.cli.table_runs.subprocess.run", run)
+    monkeypatch.setattr("dmlbench.cli.run_table.subprocess.run", run)
     out, _ = reproduce(capsys, "oodml/table_s2", "--dry-run")
     assert out.count("to run: dmlbench oodml distances train=") == 6
     assert not started

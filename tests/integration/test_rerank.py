@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from dmlbench import build
 from dmlbench import runner as run_module
+from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.apps.embeddings import evaluate_from
-from dmlbench.apps.loaded import distance_of_run
-from dmlbench.apps.tables import build_tables, find_configs
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.checks import check
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings

@@ -7,8 +7,8 @@ import pytest
 from forked import Process
 from hydra.core.utils import JobReturn, JobStatus
 
-from dmlbench.cli.command import raise_failures
 from dmlbench.cli.errors import guarded
+from dmlbench.cli.hydra_command import raise_failures
 from dmlbench.results.store import RESULT, find_runs, locked
 from dmlbench.types import ConfigError, RunError
 

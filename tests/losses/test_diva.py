@@ -11,8 +11,8 @@ from torch.nn.functional import normalize
 
 from dmlbench.losses import diva
 from dmlbench.losses.diva import PARTS, Diva, drawn_triplets, unit_parts
+from dmlbench.losses.diva_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.miners import log_inverse_density
-from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.types import ModelOutput
 
 PUBLIC = dict(zip(PARTS, ("discriminative", "shared", "selfsimilarity", "intra"), strict=True))

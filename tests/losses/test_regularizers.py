@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dmlbench import build
 from dmlbench.config import compose
-from dmlbench.losses import cross_batch
-from dmlbench.losses.cross_batch import ClassSplits, CrossBatchRegularizer, Halves, cross_batch_loss, ridge_predict
-from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
+from dmlbench.losses import xml
+from dmlbench.losses.prototype_reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.regularizer import Regularizer
+from dmlbench.losses.xml import ClassSplits, CrossBatchRegularizer, Halves, cross_batch_loss, ridge_predict
 from dmlbench.losses.zero_shot import ZeroShotRegularizer, zero_shot_loss
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -96,9 +96,7 @@ def test_zero_shot_loss_equals_public_code(golden_dir: Path, case: str, scale: f
     close(value, recorded[f"loss{suffix}"], 1e-6)
     for actual, name in zip(gradients(value, [z, v]), ("z", "class_embeddings"), strict=True):
         close(actual, recorded[f"grad_{name}{suffix}"], 1e-6)
-    predicted = [
-        cross_batch.ridge_predict(z[fit], v[labels[fit]], z[rows], ridge=0.05) for rows, fit in (halves, halves[::-1])
-    ]
+    predicted = [xml.ridge_predict(z[fit], v[labels[fit]], z[rows], ridge=0.05) for rows, fit in (halves, halves[::-1])]
     close(torch.cat(predicted), recorded["predicted"], 1e-6)
     if scale == 9.5:
         interleaved = (torch.arange(0, len(z), 2), torch.arange(1, len(z), 2))
@@ -180,7 +178,7 @@ def test_recursive_prototypes_by_the_loss_stand_still_in_evaluation() -> None:
     regularizer = RecursiveRegularizer(0.01, 3, 2, penalty="dml")
     z, y = histograms(4, 3), random(4, 2)
     output = ModelOutput(y, {"histogram": z, "pooled": y})
-    made = z @ cross_batch.solve_gram(z.T @ z, z.T @ y, ridge=0.05)
+    made = z @ xml.solve_gram(z.T @ z, z.T @ y, ridge=0.05)
     close(regularizer(output, labels(4), pair_loss), pair_loss(made, labels(4)))
     state = {name: value.clone() for name, value in regularizer.state_dict().items()}
     regularizer.eval()(output, labels(4), pair_loss)

@@ -9,8 +9,8 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch import Tensor, nn
 
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
-from dmlbench.losses.cross_batch import CrossBatchRegularizer
 from dmlbench.losses.diva import Diva
+from dmlbench.losses.diva_regularizers import PartDecorrelation, SelfSimilarity
 from dmlbench.losses.initialization import init_class_vectors
 from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.libc import Libc
@@ -19,16 +19,16 @@ from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.miners import DistanceWeighted, RandomPositiveHardestNegative, SwitchedNegatives
 from dmlbench.losses.multi_similarity_oodml import MultiSimilarityOodml
 from dmlbench.losses.objective import Objective
-from dmlbench.losses.part_regularizers import PartDecorrelation, SelfSimilarity
+from dmlbench.losses.prototype_reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.recall_at_k import RecallAtKSurrogate
-from dmlbench.losses.reconstruction import ReconstructionRegularizer, RecursiveRegularizer
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.losses.s2sd import SimilaritySelfDistillation
 from dmlbench.losses.soft_triple import SoftTriple
 from dmlbench.losses.uniform_prior import UniformPrior
 from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.losses.xml import CrossBatchRegularizer
 from dmlbench.losses.zero_shot import ZeroShotRegularizer
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.types import ConfigError, ModelOutput

@@ -14,7 +14,7 @@ import torch
 from composed import arguments
 from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
 
-from dmlbench.apps.loaded import load_run
+from dmlbench.apps.loading import load_run
 from dmlbench.components import component
 from dmlbench.config import compose, read_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings

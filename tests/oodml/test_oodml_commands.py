@@ -8,8 +8,8 @@ from safetensors.numpy import load_file, save_file
 
 from dmlbench.cli.main import main
 from dmlbench.config import compose
-from dmlbench.data.given_splits import read_splits
 from dmlbench.data.readers.glyphs import glyphs
+from dmlbench.data.split_file import read_splits
 from dmlbench.identity import config_id
 from dmlbench.results.aggregate import aggregate_config, read_aggregate
 from dmlbench.results.rules import area_under

@@ -12,7 +12,7 @@ from composed import arguments
 from oodml_runs import small_run
 from scipy.stats import rankdata
 
-from dmlbench.apps.loaded import load_run
+from dmlbench.apps.loading import load_run
 from dmlbench.oodml import structure as module
 from dmlbench.oodml.split_runs import SplitRun
 from dmlbench.oodml.structure import (

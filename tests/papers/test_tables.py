@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dmlbench import papers
-from dmlbench.evaluation.metrics import table as metrics
+from dmlbench.evaluation.metrics import registry as metrics
 from dmlbench.papers import PaperScore, describe_table, load_table, tables, why_quoted
 from dmlbench.types import DataError
 

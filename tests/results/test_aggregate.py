@@ -9,13 +9,13 @@ import pytest
 import torch
 from written_runs import write_run
 
-from dmlbench.apps.tables import build_tables, find_configs
+from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embeddings
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics.table import DEFAULT_METRICS
+from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import AGGREGATE, aggregate_config, is_current, read_aggregate
-from dmlbench.results.cautions import cautions
+from dmlbench.results.caveats import caveats
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, RULES, SCORES, rule_named, scores_of_run
 from dmlbench.results.store import (
@@ -140,7 +140,7 @@ def test_collapsed_and_copied_embeddings_are_told_under_the_table(tmp_path) -> N
     write_result(runs[1].path, read_result(runs[1].path) | hashes_of(runs[1].path) | {"degenerate": ["3 zero vectors"]})
     summary = aggregate_config(find_runs(tmp_path), progress=False)
     told = "DEGENERATE EMBEDDINGS: 3 zero vectors (fold0_rep1); the same embeddings in fold0_rep0, fold0_rep1"
-    assert told in cautions(summary)
+    assert told in caveats(summary)
 
 
 def test_variants_and_deviations_of_a_recipe_reach_the_printed_table(tmp_path) -> None:

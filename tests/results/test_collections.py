@@ -13,7 +13,7 @@ from scipy import stats
 from dmlbench.evaluation.collections import concatenated
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, asked_scores, query_scores
+from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, query_scores, scores_of
 from dmlbench.evaluation.search import scan
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -76,7 +76,7 @@ def evaluate_sum(
         order = order[(gallery.ids != query.ids[q]).numpy()[order]]
         relevant[q, : len(order)] = (gallery.labels == query.labels[q]).numpy()[order]
     positives = relevant.sum(axis=1)
-    scores = query_scores(relevant, np.maximum(positives, 1), asked_scores(DEFAULT_METRICS, spec.recall_at))
+    scores = query_scores(relevant, np.maximum(positives, 1), scores_of(DEFAULT_METRICS, spec.recall_at))
     return {name: np.where(positives > 0, values, np.nan) for name, values in scores.items()}
 
 

@@ -57,8 +57,8 @@ def test_notes_say_which_numbers_rest_on_shortlists() -> None:
     short = _summary(0.5, 0.01, search="shortlist@100", concatenated_search="exact")
     text = _table(_summary(0.5, 0.01), short).to_text()
     assert "row_0: exact search, 100 queries" in text
-    caution = "APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query"
-    assert f"row_1: {caution}; shortlist@100 search (concatenated: exact), 100 queries" in text
+    caveat = "APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query"
+    assert f"row_1: {caveat}; shortlist@100 search (concatenated: exact), 100 queries" in text
 
 
 def test_deviations_of_recipes_are_under_the_table_once_each_with_their_rows() -> None:

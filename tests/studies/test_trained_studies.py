@@ -12,9 +12,9 @@ from scipy.optimize import linprog
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.studies import gsp_tokens, gsp_weights, prototypes
+from dmlbench.studies.models import Described, entropy, halves, tied_to_classes
 from dmlbench.studies.record import conduct_study
 from dmlbench.studies.same_classes import SameClasses
-from dmlbench.studies.trained import Described, entropy, halves, tied_to_classes
 from dmlbench.types import DataError
 
 TINY = "dataset.table.check_counts=false,backbone=resnet20_small,fit.max_steps=3,head.out_features=8"

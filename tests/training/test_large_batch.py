@@ -10,12 +10,12 @@ from pytorch_metric_learning.losses import ContrastiveLoss
 from small_model import SmallModel
 from torch import Tensor, nn
 
-from dmlbench.losses.cross_batch import CrossBatchRegularizer
 from dmlbench.losses.objective import Objective
+from dmlbench.losses.prototype_reconstruction import ReconstructionRegularizer
 from dmlbench.losses.proxy_anchor import ProxyAnchor
 from dmlbench.losses.proxy_nca import ProxyNca
-from dmlbench.losses.reconstruction import ReconstructionRegularizer
 from dmlbench.losses.xbm import CrossBatchMemory
+from dmlbench.losses.xml import CrossBatchRegularizer
 from dmlbench.losses.zero_shot import ZeroShotRegularizer
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.global_pooling import Gap

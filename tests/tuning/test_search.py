@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from dmlbench import runner
 from dmlbench.results import store
 from dmlbench.runtime import derive_seed, read_json, write_json
-from dmlbench.tuning import findings, search
+from dmlbench.tuning import best_trial, search
 from dmlbench.tuning.space import make_space
 from dmlbench.types import ConfigError, Diverged, Pruned, RunError
 
@@ -113,12 +113,12 @@ def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, mon
     (stale / store.LOCK).touch()
     assert conducted(made(tmp_path / "killed", **two)) == whole and not stale.exists()
     assert steps <= sum(runs.trained.values()) <= steps + 2 * EVERY  # what is behind a checkpoint is not done again
-    best = findings.ranked(found)[0]
+    best = best_trial.ranked(found)[0]
     assert best.score == max(o.score for o in found if o.state == "complete")
     assert all(o.steps < 2 * STEPS for o in found if o.state == "pruned")
-    lines = findings.trials_table(made(tmp_path, **two), found, "map_at_r").to_csv().splitlines()
+    lines = best_trial.trials_table(made(tmp_path, **two), found, "map_at_r").to_csv().splitlines()
     assert lines[1].startswith(f"{best.number + 1},complete,{best.score},{2 * STEPS},{best.values['lr']},")
-    text = findings.trials_table(made(tmp_path, **two), found, "map_at_r").to_markdown()
+    text = best_trial.trials_table(made(tmp_path, **two), found, "map_at_r").to_markdown()
     assert "points ahead of the next values" in text and f"{states['pruned']} of 9 trials were pruned" in text
 
 

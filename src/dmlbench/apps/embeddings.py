@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from pytorch_metric_learning.distances import BaseDistance
 
-from dmlbench.apps.loaded import TrainedModel, distance_of_run, load, load_run, table_of_run
+from dmlbench.apps.loading import TrainedModel, distance_of_run, load, load_run, table_of_run
 from dmlbench.components import component
 from dmlbench.data.readers.folder import PART_FOLDERS
 from dmlbench.data.readers.layouts import images_below, images_in, subfolders
@@ -33,9 +33,9 @@ from dmlbench.evaluation.evaluate import (
     per_query_table,
     to_csv,
 )
-from dmlbench.evaluation.metrics.table import of_queries, score_names
+from dmlbench.evaluation.metrics.registry import of_queries, score_names
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.cautions import DEGENERATE, cautions
+from dmlbench.results.caveats import DEGENERATE, caveats
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files, require_tested
 from dmlbench.runtime import atomic_write, package_versions, set_strict_float32, write_json
 from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, RunError
@@ -117,15 +117,15 @@ class Evaluated:
     stored: dict[str, float] | None = None  # a run's scores in its ``result.json``
     table: ImageTable | None = None  # the images that the ids count, where they were asked for and found
     distance: BaseDistance | None = None  # by which rows were compared; None is that of unit vectors
-    cautions: tuple[str, ...] = ()  # what a run's scores are not (``results.cautions``)
+    caveats: tuple[str, ...] = ()  # what a run's scores are not (``results.caveats``)
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
-        result, n = list(self.cautions), self.evaluation
+        result, n = list(self.caveats), self.evaluation
         if n.n_skipped_queries:
             skipped = f"{n.n_skipped_queries} of {n.n_query} queries"
             result.append(f"{skipped} have no positive and are left out of the means")
-        if n.degenerate and not any(caution.startswith(DEGENERATE) for caution in result):
+        if n.degenerate and not any(caveat.startswith(DEGENERATE) for caveat in result):
             result.append(f"{DEGENERATE}{'; '.join(n.degenerate)}")
         beyond = [k for k in self.spec.recall_at if k > n.n_gallery]
         if beyond and "recall_at_k" in self.spec.metrics:
@@ -225,7 +225,7 @@ def _evaluate_run(args: Any) -> Evaluated:
     require_tested(run_dir, result)
     stored = result["metrics"]["test"]
     spec: EvaluationSpec = component(args.evaluation)
-    warned = tuple(cautions({**result, "search": spec.search}))
+    warned = tuple(caveats({**result, "search": spec.search}))
     if not args.from_checkpoint:
         require_own_files(run_dir, result)
         kept = load_embeddings(run_dir / EMBEDDINGS)
@@ -246,5 +246,5 @@ def _evaluate_run(args: Any) -> Evaluated:
     queries, gallery, evaluation = trained.test(trained.data.split.test)
     table, distance = trained.data.table, trained.rerank or trained.model.distance
     if trained.rerank is not None:
-        warned = tuple(cautions({**result, "search": spec.search, "rerank": trained.rerank.description}))
+        warned = tuple(caveats({**result, "search": spec.search, "rerank": trained.rerank.description}))
     return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned)

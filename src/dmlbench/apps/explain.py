@@ -12,10 +12,10 @@ from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from dmlbench.apps.loaded import load_run, row_of
+from dmlbench.apps.loading import load_run, row_of
 from dmlbench.apps.pictures import save_figure, shortened
 from dmlbench.experiment import Setup
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
 

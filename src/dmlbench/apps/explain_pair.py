@@ -14,10 +14,10 @@ from matplotlib.patches import ConnectionPatch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmlbench.apps.loaded import NamedImage, load_run, read_one
+from dmlbench.apps.loading import NamedImage, load_run, read_one
 from dmlbench.apps.pictures import save_figure, shortened
 from dmlbench.models.avsl import AvslModel
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import Precision, autocast, set_strict_float32, write_json
 from dmlbench.types import ConfigError, IntArray
 

@@ -15,14 +15,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from dmlbench.apps import loaded
-from dmlbench.apps.loaded import TrainedModel, load
+from dmlbench.apps import loading
+from dmlbench.apps.loading import TrainedModel, load
 from dmlbench.components import imported
 from dmlbench.config import to_yaml
-from dmlbench.data.getting.catalog import SOURCES
-from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.data.preparation.catalog import SOURCES
+from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone
-from dmlbench.results.cautions import cautions
+from dmlbench.results.caveats import caveats
 from dmlbench.results.store import CONFIG
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, file_sha256, package_versions, whole_folder, write_json
@@ -86,9 +86,9 @@ def export_run(
 
 def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, license: str | None) -> dict[str, str]:
     state = {name: x.detach().cpu().contiguous().clone() for name, x in model.network.state_dict().items()}
-    atomic_write(folder / loaded.WEIGHTS, save(state))
+    atomic_write(folder / loading.WEIGHTS, save(state))
     atomic_write(folder / CONFIG, to_yaml(_without_places(model.config)).encode())
-    write_json(folder / loaded.PREPROCESSING, loaded.preprocessing(model))
+    write_json(folder / loading.PREPROCESSING, loading.preprocessing(model))
     left_out: dict[str, str] = {}
     program: ExportedProgram | None = None
     for name in GRAPHS if formats is None else formats:
@@ -100,16 +100,16 @@ def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, lice
                 raise
             left_out[name] = str(error)
     written = {name: file for name, file in GRAPHS.items() if (folder / file).exists()}
-    modules = loaded.foreign_modules(model.config)
+    modules = loading.foreign_modules(model.config)
     card = model_card(model, license=license, graphs=written, left_out=left_out, modules=modules)
-    atomic_write(folder / loaded.CARD, card.encode())
-    hashed = [path for path in sorted(folder.iterdir()) if path.name != loaded.CARD]  # cards are edited
+    atomic_write(folder / loading.CARD, card.encode())
+    hashed = [path for path in sorted(folder.iterdir()) if path.name != loading.CARD]  # cards are edited
     manifest = {
-        "schema": loaded.EXPORT_SCHEMA, "files": {path.name: file_sha256(path) for path in hashed}, "modules": modules,
+        "schema": loading.EXPORT_SCHEMA, "files": {path.name: file_sha256(path) for path in hashed}, "modules": modules,
         "embedding_size": model.embedding_size, "left_out": left_out, "versions": package_versions(),
         "result": dict(model.result),
     }  # fmt: skip
-    write_json(folder / loaded.MANIFEST, manifest)
+    write_json(folder / loading.MANIFEST, manifest)
     images = noise(_EXPORTED_BATCH, model.image_size)
     with torch.no_grad():
         rows = [Embedder(m.network)(images) for m in (model, load(folder, device="cpu", modules=modules))]
@@ -254,7 +254,7 @@ def _use(
     model: TrainedModel, graphs: Mapping[str, str], left_out: Mapping[str, str], modules: Sequence[str]
 ) -> list[str]:
     trusted = f", modules={list(modules)}" if modules else ""
-    steps = loaded.preprocessing(model)["before_the_network"]
+    steps = loading.preprocessing(model)["before_the_network"]
     before = (
         f"short side to {steps['resize_short_side']} pixels ({steps['resampling']}), the middle "
         f"{steps['center_crop']} x {steps['center_crop']}"
@@ -265,7 +265,7 @@ def _use(
         "```python", "import dmlbench", f'model = dmlbench.load("<this folder>"{trusted})',
         "rows = model.embed(paths)  # [N, D] of files, Pillow images or arrays", "model.distance(rows, rows)  # [N, N]",
         "```",
-        f"Preprocessing ([{loaded.PREPROCESSING}]({loaded.PREPROCESSING})): {before}. Normalization is part of the "
+        f"Preprocessing ([{loading.PREPROCESSING}]({loading.PREPROCESSING})): {before}. Normalization is part of the "
         "network, which takes uint8 RGB images [B, 3, H, W].",
     ]  # fmt: skip
     if modules:
@@ -304,7 +304,7 @@ def _scores(result: Mapping[str, Any]) -> list[str]:
     if result.get("n_skipped_queries"):
         lines.append(f"{result['n_skipped_queries']} queries without a positive are left out.")
     not_started = int(not result.get("pooling_started", True) and result["steps"] > 0)
-    return lines + [f"- {caution}" for caution in cautions({**result, "n_runs_not_started": not_started})]
+    return lines + [f"- {caveat}" for caveat in caveats({**result, "n_runs_not_started": not_started})]
 
 
 def _training(model: TrainedModel, origin: str) -> list[str]:

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from dmlbench.components import imported, parameters_of
 from dmlbench.config import config_folder, key_of, schema_of
-from dmlbench.external import load_yaml
+from dmlbench.external_files import load_yaml
 from dmlbench.types import ConfigError
 
 _FLAGS = {
@@ -195,7 +195,7 @@ def _with_new_arguments(arguments: Sequence[str]) -> list[str]:
     return [f"++{a}" if key_of(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
 
 
-def settle_targets(
+def remove_former_arguments(
     cfg: DictConfig, overrides: Iterable[str], choices: Mapping[str, str], folders: Sequence[Path]
 ) -> dict[str, str]:
     """Remove the arguments of the chosen option's own component where ``overrides`` put another one in its place.

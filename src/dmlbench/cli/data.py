@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmlbench.cli.arguments import CommandLine
-from dmlbench.cli.command import run_command
+from dmlbench.cli.hydra_command import run_command
 from dmlbench.config import config_folders, key_of, listed
 from dmlbench.types import ConfigError, DataError, ImageTable, closest
 
@@ -51,7 +51,7 @@ def _files(config_dir: Path | None) -> dict[str, Path]:
 
 
 def _list(args: Any, config_dir: Path | None) -> None:
-    from dmlbench.data.getting.catalog import SOURCES
+    from dmlbench.data.preparation.catalog import SOURCES
 
     root = Path(args.paths.data_dir)
     for name, file in sorted(_files(config_dir).items()):
@@ -75,8 +75,8 @@ def _list(args: Any, config_dir: Path | None) -> None:
 def _load(args: Any, name: str) -> ImageTable:
     """Read and describe a data set; where it is not there at all, the error also says how to get it."""
     from dmlbench.components import component
-    from dmlbench.data.getting.catalog import SOURCES
-    from dmlbench.data.getting.verify import described
+    from dmlbench.data.preparation.catalog import SOURCES
+    from dmlbench.data.preparation.verify import described
 
     source = SOURCES.get(name)
     if source is not None and "root" in args.dataset["table"]:
@@ -97,10 +97,10 @@ def _load(args: Any, name: str) -> ImageTable:
 def _verify(args: Any, name: str) -> None:
     from tqdm import tqdm
 
-    from dmlbench.data.getting.catalog import SOURCES
-    from dmlbench.data.getting.verify import Report, findings, unlisted, verdict, verify
     from dmlbench.data.image_table import counts_by_role
-    from dmlbench.data.originals import deviations_of_sample
+    from dmlbench.data.preparation.catalog import SOURCES
+    from dmlbench.data.preparation.verify import Report, findings, unlisted, verdict, verify
+    from dmlbench.data.published_images import deviations_of_sample
     from dmlbench.runtime import available_cores
 
     table = _load(args, name)
@@ -128,8 +128,8 @@ def _verify(args: Any, name: str) -> None:
 
 
 def _prepare(args: Any, name: str, overrides: Sequence[str]) -> None:
-    from dmlbench.data.getting.catalog import SOURCES
-    from dmlbench.data.getting.prepare import prepare
+    from dmlbench.data.preparation.catalog import SOURCES
+    from dmlbench.data.preparation.prepare import prepare
 
     source = SOURCES.get(name)
     if source is None:

@@ -33,7 +33,7 @@ COMMANDS = {
     "clean": "remove runs that match a pattern, after showing them",
 }
 _WITH_MODULE, _WITH_WORD = ("train", "reproduce", "tune", "data"), ("oodml", "study")
-"""Commands that are no function of a configuration in ``cli/commands.py``: with a module, or with sub-commands."""
+"""Commands without a function in ``cli/simple_commands.py``: with a module, or with sub-commands."""
 _WITH_NETWORKS = ("train", "embed", "report", "reproduce", "tune", "study")
 
 
@@ -74,10 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
 
     # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
-    from dmlbench.cli import commands
+    from dmlbench.cli import simple_commands
     from dmlbench.cli.arguments import parse
-    from dmlbench.cli.command import run_command
     from dmlbench.cli.errors import guarded
+    from dmlbench.cli.hydra_command import run_command
     from dmlbench.types import ConfigError, closest
 
     def action() -> None:
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in _WITH_MODULE:
             importlib.import_module(f"dmlbench.cli.{name}").main(line)
         elif name in _WITH_WORD:
-            getattr(commands, name)(line)
+            getattr(simple_commands, name)(line)
         else:
-            run_command(name, getattr(commands, name + "_" * keyword.iskeyword(name)), line)
+            run_command(name, getattr(simple_commands, name + "_" * keyword.iskeyword(name)), line)
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)  # a run that trains has a handler of its own

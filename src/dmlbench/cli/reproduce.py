@@ -13,11 +13,11 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from dmlbench.apps import table_rows
-from dmlbench.apps.table_rows import COORDINATES, NARROWING, Row, experiments, last_of_each, reproduce_of
+from dmlbench.apps import experiment_rows
+from dmlbench.apps.experiment_rows import COORDINATES, NARROWING, Row, experiments, last_of_each, reproduce_of
 from dmlbench.cli.arguments import CommandLine, in_train
-from dmlbench.cli.command import composed_command, run_command
 from dmlbench.cli.errors import groups
+from dmlbench.cli.hydra_command import composed_command, run_command
 from dmlbench.config import config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
@@ -69,11 +69,11 @@ def _reproduce(
     log.info("planning %s", name)
     reproduce = reproduce_of(experiments(folders)[name])
     if reproduce.get("commands") and not reproduce.get("rows"):
-        from dmlbench.cli.table_runs import run_commands
+        from dmlbench.cli.run_table import run_commands
 
         run_commands(name, reproduce, args, given, config_dir)
         return
-    from dmlbench.cli.table_runs import run_table  # torch comes with it, which a misspelt name need not wait for
+    from dmlbench.cli.run_table import run_table  # torch comes with it, which a misspelt name need not wait for
 
     run_table(args, select_table(args, name, folders, given), shard, given, launching, config_dir)
 
@@ -81,10 +81,10 @@ def _reproduce(
 def _print_list(folders: Sequence[Path]) -> None:
     """Every table and figure of the papers with its state, a line each, then the other experiments."""
     known = experiments(folders)
-    names = table_rows.paper_tables(folders)
+    names = experiment_rows.paper_tables(folders)
     width = max(map(len, names))
     for name in names:
-        told = "; ".join(table_rows.states(name, reproduce_of(known.get(name)), name in known))
+        told = "; ".join(experiment_rows.states(name, reproduce_of(known.get(name)), name in known))
         print(f"{name:<{width}}  {shorten(told, _LINE - width - 2, placeholder='…')}")
     others = [name for name in known if name not in names]
     print(f"\nother experiments, which are tables of their own rows or grids: {', '.join(others)}")
@@ -92,7 +92,7 @@ def _print_list(folders: Sequence[Path]) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """The selected part of an experiment's table (see ``apps.table_rows``)."""
+    """The selected part of an experiment's table (see ``apps.experiment_rows``)."""
 
     name: str
     file: Path
@@ -120,7 +120,7 @@ class Table:
 
 def known_name(name: str | None, folders: Sequence[Path]) -> str:
     known = experiments(folders)
-    listed = list(dict.fromkeys([*table_rows.paper_tables(folders), *known]))
+    listed = list(dict.fromkeys([*experiment_rows.paper_tables(folders), *known]))
     if name is None:
         raise ConfigError("name a table, such as dmlbench reproduce gsp/table2; dmlbench reproduce --list shows all")
     if name in known:
@@ -141,30 +141,30 @@ def shard_of(shard: str | None) -> tuple[int, int]:
 
 def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[str]) -> Table:
     """The rows that a command line asks for; those of ``given`` in ``NARROWING`` choose among the paper's scores."""
-    from dmlbench.apps.table_comparison import moving  # torch comes with it, which a mistake need not wait for
+    from dmlbench.apps.paper_comparison import moving  # torch comes with it, which a mistake need not wait for
 
     file = experiments(folders)[name]
     reproduce = reproduce_of(file)
-    if (told := table_rows.instead_of_rows(reproduce)) and not reproduce.get("rows"):
+    if (told := experiment_rows.instead_of_rows(reproduce)) and not reproduce.get("rows"):
         raise ConfigError(f"{name} cannot be run: it {told}")
     labels = None if args.rows is None else list(args.rows)
     coordinates = {key: list(found) for key in ("fold", "repeat") if (found := getattr(args, key))}
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():
-        everything = table_rows.rows_of_paper(name, reproduce, choices)
+        everything = experiment_rows.rows_of_paper(name, reproduce, choices)
         groups = {key: options for key in NARROWING if (options := _options_of(given, key))}
-        rows = table_rows.narrowed(everything, labels, groups)
+        rows = experiment_rows.narrowed(everything, labels, groups)
         part = _part(rows, everything)
         rest = in_train([override for override in given if key_of(override) not in NARROWING])
     elif reproduce.get("rows"):
-        rows = table_rows.own_rows(name, reproduce, labels, _options_of(given, "dataset"))
+        rows = experiment_rows.own_rows(name, reproduce, labels, _options_of(given, "dataset"))
         rest = in_train([override for override in given if key_of(override) != "dataset"])
         part += sorted(moving(given, choosing=()))
     elif labels is None:
         configs, named = grid(params, in_train(given, is_grid=True))
         coordinates = {**named, **coordinates}
-        also = [in_train([*table_rows.words(extra), *given], is_grid=True) for extra in reproduce.get("also", ())]
+        also = [in_train([*experiment_rows.words(extra), *given], is_grid=True) for extra in reproduce.get("also", ())]
         rows = [Row("", last_of_each([f"experiment={name}", *config])) for config in [*also, *configs]]
         rest = []
         part = sorted(moving(given, choosing=()))
@@ -191,7 +191,7 @@ def _composed(name: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The options that an experiment composes, and its grid."""
     cfg = hydra.compose("train", [f"experiment={name}"], return_hydra_config=True)
     if cfg.reproduce:
-        table_rows.check_reproduce(OmegaConf.to_container(cfg.reproduce, resolve=False), f"experiment={name}")
+        experiment_rows.check_reproduce(OmegaConf.to_container(cfg.reproduce, resolve=False), f"experiment={name}")
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper.params, resolve=False) if cfg.hydra.sweeper.params else {}
     return {group: str(option) for group, option in cfg.hydra.runtime.choices.items()}, params
 

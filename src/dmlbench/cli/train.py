@@ -12,10 +12,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, for_hydra, settle_targets
-from dmlbench.cli.command import run_command
+from dmlbench.cli.arguments import CommandLine, for_hydra, remove_former_arguments
 from dmlbench.cli.errors import explain, root_cause
-from dmlbench.config import composing, key_of, settle, without_hydra
+from dmlbench.cli.hydra_command import run_command
+from dmlbench.config import complete_config, composing, key_of, without_hydra
 from dmlbench.types import ConfigError, DmlbenchError, flatten
 
 COMMAND_LINE = "command line"
@@ -42,7 +42,7 @@ def composed_run(overrides: Sequence[str]) -> DictConfig:
     """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``."""
     try:
         cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
-        settle(cfg)
+        complete_config(cfg)
         settle_choices(cfg, cfg.hydra)
     except (HydraException, OmegaConfBaseException) as error:
         cause = root_cause(error)
@@ -59,7 +59,7 @@ def settle_choices(cfg: DictConfig, hydra: Any) -> None:
     if cfg.regularizer and "regularizer" not in choices:  # of several options Hydra says nothing
         choices["regularizer"] = "+".join(sorted(str(name) for name in cfg.regularizer if name != "mixing"))
     choices |= cfg.runtime.recipe.get("chosen", {})
-    choices |= settle_targets(cfg, given, choices, folders)
+    choices |= remove_former_arguments(cfg, given, choices, folders)
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
@@ -73,7 +73,7 @@ def print_value_sources(line: CommandLine) -> None:
     overrides = for_hydra("train", line)
     with composing(line.config_dir):
         cfg = hydra.compose("train", overrides=overrides)
-        settle(cfg)
+        complete_config(cfg)
         places = _places(overrides, cfg.runtime.recipe)
     rows = [(key, str(value), place) for key, value, place in _values(cfg, places)]
     widths = [min(max(len(row[i]) for row in rows), 56) for i in (0, 1)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 
 from dmlbench.cli.arguments import CommandLine, in_train
-from dmlbench.cli.command import composed_command, quiet, run_command
+from dmlbench.cli.hydra_command import composed_command, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run
 from dmlbench.config import composing, key_of, schema_of
@@ -53,7 +53,7 @@ def _tune(args: Any, given: Sequence[str], config_dir: Path | None) -> None:
 
 
 def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, config_dir: Path | None) -> None:
-    from dmlbench.tuning.findings import notes, ranked, trials_table
+    from dmlbench.tuning.best_trial import notes, ranked, trials_table
 
     monitor = compose(search.of_run(found[0].values, 0)).monitor
     table = trials_table(search, found, monitor)
@@ -102,7 +102,7 @@ def _write_recipe(
     """Write the recipe and check that it makes the winner's settings; return its file and the overrides beside it."""
     from dmlbench.runner import ComposedRun
     from dmlbench.runtime import atomic_write
-    from dmlbench.tuning.findings import make_recipe, settings
+    from dmlbench.tuning.best_trial import make_recipe, settings
 
     content, asked = make_recipe(search, best, compose, choices)
     winner = settings(compose(search.of_run(best.values, 0)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dmlbench.data.originals import deviations_of_sample
+from dmlbench.data.published_images import deviations_of_sample
 from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest
 
 _NAMED_IN_ERRORS = 10

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.embed import Array, ids_of, labels_of, sets_of_arrays
 from dmlbench.evaluation.metrics.clustering import ON_GPU, WholeSet
-from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names, set_scores
+from dmlbench.evaluation.metrics.registry import mean_scores, of_queries, query_scores, score_names, set_scores
 from dmlbench.evaluation.relevance import Relevance, degeneracies, relevance_of
 from dmlbench.evaluation.search.candidates import Keys
 from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_vectors, search_by

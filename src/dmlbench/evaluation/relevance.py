@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from dmlbench.evaluation.embeddings.embed import ids_of, labels_of, own_columns
-from dmlbench.evaluation.metrics.table import Score, depth
-from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, settle
+from dmlbench.evaluation.metrics.registry import Score, depth
+from dmlbench.evaluation.search.candidates import ExactSimilarity, Keys, column_of, marked, order_exactly
 from dmlbench.evaluation.search.unit_vectors import unit_rows
 from dmlbench.types import EmbeddingSet, IntArray, RunError
 
@@ -51,7 +51,7 @@ class Relevance:
         Values further apart than ``slack`` are in the right order; ``exact`` decides the others.
         """
         found = self.relevant(queries, column_of(keys))
-        ordered = settle(keys | found, exact, k=self.k, slack=slack, by_mark=True)
+        ordered = order_exactly(keys | found, exact, k=self.k, slack=slack, by_mark=True)
         return marked(ordered)[:, : self.k]
 
 

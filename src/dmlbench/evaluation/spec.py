@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmlbench.evaluation.metrics.clustering import KmeansInit, KmeansLibrary, KmeansSettings
-from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT, Score, asked_scores, score_names
+from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, DEFAULT_RECALL_AT, Score, score_names, scores_of
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES, BackEnd, check_tile_bytes
 from dmlbench.runtime import select_device
 from dmlbench.types import ConfigError
@@ -24,7 +24,7 @@ class EvaluationSpec:
         recall_at: values of K for R@K, increasing.
         back_end: float32 pass of the search. "faiss" with rows on a GPU also runs k-means there.
         tile_bytes: bound of the memory beyond the embeddings.
-        metrics: names of ``dmlbench.evaluation.metrics.table``; "recall_at_k" is for every K.
+        metrics: names of ``dmlbench.evaluation.metrics.registry``; "recall_at_k" is for every K.
         kmeans_seed, kmeans_library, kmeans_init, kmeans_restarts, kmeans_max_steps: see ``KmeansSettings``.
         device: where products run ("auto": a GPU if available); None: the device of the rows.
         shortlist: N: rank only the N items nearest by the distance's cheap rows (see ``search.rerank``); None: all.
@@ -45,7 +45,7 @@ class EvaluationSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
         object.__setattr__(self, "metrics", tuple(self.metrics))
-        asked_scores(self.metrics, self.recall_at)
+        scores_of(self.metrics, self.recall_at)
         check_tile_bytes(self.tile_bytes)
         _ = self.kmeans_settings  # checks them
         if self.shortlist is not None and self.shortlist < 1:
@@ -71,7 +71,7 @@ class EvaluationSpec:
     @property
     def scores(self) -> tuple[Score, ...]:
         """The requested scores in the order of the metrics table."""
-        return asked_scores(self.metrics, self.recall_at)
+        return scores_of(self.metrics, self.recall_at)
 
     @property
     def kmeans_settings(self) -> KmeansSettings:

@@ -42,7 +42,7 @@ class Diva(WholeBatchLoss):
 
     The paper describes "across_classes" and "within_class"; its code's command lines have "permuted" and
     "within_class", the ooDML study's code "permuted" for both. The fourth part, self_similarity, and the decorrelation
-    of parts are regularizers (``part_regularizers``).
+    of parts are regularizers (``diva_regularizers``).
 
     Source: Milbich et al., DiVA: Diverse Visual Feature Aggregation for Deep Metric Learning, ECCV 2020;
     Confusezius/ECCV2020_DiVA_MultiFeature_DML e5713049, diva_main.py, batchminer/;

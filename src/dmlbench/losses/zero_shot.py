@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmlbench.device_copies import to_device
-from dmlbench.losses.cross_batch import ClassSplits, Halves, HalvesBy, ridge_predict
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.losses.xml import ClassSplits, Halves, HalvesBy, ridge_predict
 from dmlbench.types import ModelOutput, check_at_least, check_positive
 
 Reduction = Literal["batch", "halves"]

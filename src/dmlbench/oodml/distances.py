@@ -10,20 +10,20 @@ import torch
 from scipy.stats import spearmanr
 
 from dmlbench import build
-from dmlbench.apps.loaded import load_run
-from dmlbench.apps.tables import asked_columns
+from dmlbench.apps.compare_configs import asked_columns
+from dmlbench.apps.loading import load_run
 from dmlbench.components import component
 from dmlbench.config import config_folder, listed, read_config, table_node
-from dmlbench.data.given_splits import SplitFile, read_splits, rows_of_split
 from dmlbench.data.protocols import Conventional
+from dmlbench.data.split_file import SplitFile, read_splits, rows_of_split
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics.table import Score, score_named
+from dmlbench.evaluation.metrics.registry import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.features import Features, features_of, write_output
 from dmlbench.oodml.frechet import Float, frechet_distance
-from dmlbench.oodml.sequence import OVER
+from dmlbench.oodml.split_sequence import OVER
 from dmlbench.oodml.splits import halves_of
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import CONFIG, read_result
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, check_choice

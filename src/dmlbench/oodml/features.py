@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from dmlbench import build
-from dmlbench.apps.loaded import load_run
+from dmlbench.apps.loading import load_run
 from dmlbench.components import component
 from dmlbench.config import read_config
 from dmlbench.oodml.frechet import Float
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.results.store import CONFIG
 from dmlbench.runtime import atomic_write, seed_everything, select_device, set_strict_float32, write_json
 from dmlbench.types import ImageTable

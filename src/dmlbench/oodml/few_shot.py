@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.apps.loaded import config_with_weights, load_run
+from dmlbench.apps.loading import config_with_weights, load_run
 from dmlbench.components import component, imported
 from dmlbench.config import read_config
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
 from dmlbench.evaluation.embeddings.embed import check_finite
 from dmlbench.evaluation.evaluate import evaluate
-from dmlbench.evaluation.metrics.table import of_queries
+from dmlbench.evaluation.metrics.registry import of_queries
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
 from dmlbench.losses.diva import Diva

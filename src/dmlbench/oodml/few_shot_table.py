@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from dmlbench.apps.pictures import COLORS, plt, save_figure
 from dmlbench.components import component
 from dmlbench.config import listed
-from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.oodml.episodes import read_official
 from dmlbench.oodml.few_shot import Compared, FewShotPlan, few_shot_of_run
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes

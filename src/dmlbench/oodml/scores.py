@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dmlbench.apps.compare_configs import ConfigSummary, asked_columns, build_tables, find_configs
 from dmlbench.apps.pictures import plt, save_figure
-from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables, find_configs
 from dmlbench.components import component
 from dmlbench.config import listed
-from dmlbench.evaluation.metrics.table import Score, score_named
+from dmlbench.evaluation.metrics.registry import Score, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.oodml.split_runs import write_notes
 from dmlbench.results.config_table import entry_of
@@ -55,11 +55,11 @@ def scores_over_distance(args: Any) -> Iterator[str]:
             for score in scores:
                 path = folder / f"{stem}-{score.name}.png"
                 draw_over_distance(
-                    alike, splits, score, path, title=table.title, frozen=as_they_are, notes=table.cautions
+                    alike, splits, score, path, title=table.title, frozen=as_they_are, notes=table.caveats
                 )
                 written.append(path)
             written.append(folder / f"{stem}-areas.png")
-            draw_areas(alike, scores, written[-1], title=table.title, notes=table.cautions)
+            draw_areas(alike, scores, written[-1], title=table.title, notes=table.caveats)
     if not tables:
         raise RunError(f"no config that matches '{args.configs}' was run over splits; run some with protocol=oodml")
     if unused:

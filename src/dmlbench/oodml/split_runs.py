@@ -9,9 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dmlbench.apps.tables import Found, named_configs
+from dmlbench.apps.compare_configs import Found, named_configs
 from dmlbench.config import listed, read_config
-from dmlbench.results.cautions import by_row, cautions_of_rows
+from dmlbench.results.caveats import by_row, caveats_of_rows
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.runtime import read_json, set_strict_float32
 from dmlbench.types import ConfigError, RunError, check_file_name
@@ -114,10 +114,10 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
 
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:
     """Caveats on the scores of runs."""
-    cautions = cautions_of_rows([run.result for run in runs])
+    caveats = caveats_of_rows([run.result for run in runs])
     settings = dict.fromkeys(note for run in runs for note in run.differing)
     names = [f"{run.label}, {run.path.name}" for run in runs]
-    return by_row(cautions, names) + [f"DIFFERENT SETTINGS: {note}" for note in settings]
+    return by_row(caveats, names) + [f"DIFFERENT SETTINGS: {note}" for note in settings]
 
 
 def write_notes(figure: Figure, notes: Sequence[str], width: int, *, fontsize: int = 7) -> None:

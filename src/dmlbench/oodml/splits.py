@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.config import listed
-from dmlbench.data.given_splits import FORMAT, read_splits, validation_part
+from dmlbench.data.split_file import FORMAT, read_splits, validation_part
 from dmlbench.oodml.features import Features, features_of, network_name
 from dmlbench.oodml.frechet import Float
-from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
+from dmlbench.oodml.split_sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
 from dmlbench.runtime import read_json, write_json
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, check_at_least, is_file_name
 

@@ -18,11 +18,11 @@ from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
-from dmlbench.apps.loaded import config_with_weights, distance_of_run, load_run
+from dmlbench.apps.loading import config_with_weights, distance_of_run, load_run
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
-from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, kept_of, notes_of, write_notes
 from dmlbench.results.rules import scores_of_run
 from dmlbench.results.store import read_result, require_own_files

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmlbench.evaluation.metrics.table import in_table_order, of_queries, score_named
+from dmlbench.evaluation.metrics.registry import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results import store
 from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections

@@ -20,13 +20,13 @@ from scipy.special import stdtr, stdtrit
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.embeddings.embed import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.metrics.table import (
+from dmlbench.evaluation.metrics.registry import (
     DEFAULT_METRICS,
     DEFAULT_RECALL_AT,
-    asked_scores,
     in_table_order,
     of_queries,
     score_names,
+    scores_of,
 )
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -69,7 +69,7 @@ def collections(
     for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
         if values is not None and [len(fold) for fold in values] != [len(fold) for fold in members]:
             raise RunError(f"{what} must be given for every run, [fold][repeat], or not at all")
-    names = score_names(of_queries(asked_scores(metrics, recall_at))) if metrics or scores is None else ()
+    names = score_names(of_queries(scores_of(metrics, recall_at))) if metrics or scores is None else ()
     if not names and scores is None:
         raise ConfigError(f"metrics: got {', '.join(metrics)}, expected one of a ranking, for concatenated embeddings.")
     if lacking := [name for name in names for fold in scores or () for run in fold if name not in run]:

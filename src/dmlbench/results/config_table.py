@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from dmlbench.evaluation.metrics.table import Score, score_named
-from dmlbench.results.cautions import PARTIAL, by_fact, by_row, cautions_of_rows, queries
+from dmlbench.evaluation.metrics.registry import Score, score_named
+from dmlbench.results.caveats import PARTIAL, by_fact, by_row, caveats_of_rows, queries
 from dmlbench.results.table import Entry, Table
 from dmlbench.types import ConfigError, closest
 
@@ -54,8 +54,8 @@ def make_table(
         columns.append(("", name))
         for row, value in zip(rows, values, strict=True):
             row.append(value)
-    cautions = cautions_of_rows(summaries)
-    facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, cautions, strict=True)]
+    caveats = caveats_of_rows(summaries)
+    facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, caveats, strict=True)]
     settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
     deviations = [summary.get("deviations", ()) for summary in summaries]
     notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + settings
@@ -70,7 +70,7 @@ def make_table(
         + tuple(score.metric.better is not None for score in scores) * len(kinds)
         + (False,) * len(gains),
         competes=competing(summaries),
-        cautions=(*by_row(cautions, labels), *settings),
+        caveats=(*by_row(caveats, labels), *settings),
         row_notes=tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
     )
 
@@ -153,7 +153,7 @@ def _fact(summary: Mapping[str, Any], name: str) -> str | None:
     return ", ".join(texts) or None
 
 
-def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
+def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
     """Number of runs, spread, caveats and search of a row."""
     facts = []
     runs = f"{summary['n_runs']} runs"
@@ -170,7 +170,7 @@ def _facts(summary: Mapping[str, Any], cautions: Sequence[str]) -> list[str]:
     if training := summary.get("training"):
         views = f", {training['views']} cached views" if training["views"] else ""
         facts.append(f"{' x '.join(map(str, training['image_size']))} pixels{views}")
-    facts += [caution for caution in cautions if not caution.startswith(PARTIAL)]
+    facts += [caveat for caveat in caveats if not caveat.startswith(PARTIAL)]
     searched = queries(summary)
     if summary["n_gallery"] != summary["n_query"]:
         searched += f" in a gallery of {summary['n_gallery']:,}"

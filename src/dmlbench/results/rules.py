@@ -21,7 +21,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.clustering import KmeansSettings, kmeans_of
-from dmlbench.evaluation.metrics.table import Score, in_table_order, of_queries, score_named, score_names
+from dmlbench.evaluation.metrics.registry import Score, in_table_order, of_queries, score_named, score_names
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.evaluation.spec import EvaluationSpec, shortlist_of
 from dmlbench.results.collections import collections, confidence_interval, mean_and_std, summarize

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import atomic_write, remove_leftovers
 from dmlbench.types import DataError, escape_latex
 
@@ -45,7 +45,7 @@ class Table:
     blocks: tuple[str, ...] = ()  # heading of the block of each row
     higher_is_better: tuple[bool, ...] = ()  # of each column, whether its highest mean is marked
     competes: tuple[bool, ...] = ()  # of each row, whether it may be the best
-    cautions: tuple[str, ...] = ()  # notes that the caption in LaTeX must not leave out
+    caveats: tuple[str, ...] = ()  # notes that the caption in LaTeX must not leave out
     row_notes: tuple[tuple[str, ...], ...] = ()  # notes of each row, in the CSV
     data: pd.DataFrame | None = None  # what the CSV holds instead of means, standard deviations and ``row_notes``
 
@@ -111,10 +111,10 @@ class Table:
         return pd.DataFrame({**columns, "notes": ["; ".join(notes) for notes in self.row_notes]})
 
     def to_latex(self) -> str:
-        """A floating ``table``, or a ``longtable`` of blocks; the caption has the cautions."""
+        """A floating ``table``, or a ``longtable`` of blocks; the caption has the caveats."""
         escape = escape_latex
         title = f"{self.title}, {_BEST}" if self.higher_is_better else self.title
-        caption = rf"\caption{{{escape('. '.join([title, *self.cautions]))}.}}"
+        caption = rf"\caption{{{escape('. '.join([title, *self.caveats]))}.}}"
         label = rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', self.title.lower())}}}"
         heads = " & ".join([str(self.frame.index.name or ""), *(escape(column[-1]) for column in self.columns)])
         rows = self._cells(r"\textbf{{{}}}", escape=True)

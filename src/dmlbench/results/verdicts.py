@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from dmlbench.evaluation.metrics.table import score_labeled
+from dmlbench.evaluation.metrics.registry import score_labeled
 from dmlbench.papers import PaperScore
-from dmlbench.results.cautions import rows_of_facts
+from dmlbench.results.caveats import rows_of_facts
 from dmlbench.results.table import Table
 
 REPRODUCED, DIFFERS, NOT_COMPARABLE = "reproduced", "differs", "not comparable"
@@ -129,7 +129,7 @@ def side_by_side(name: str, about: str, comparisons: Sequence[Comparison], notes
     index = pd.Index([c.score.row for c in comparisons], name="row")
     return Table(
         name, pd.DataFrame(map(_cells, comparisons), index, _HEADS, dtype=object), foot, about, "llrrrrl",
-        blocks=tuple(_heading(c) or name for c in comparisons), cautions=foot,
+        blocks=tuple(_heading(c) or name for c in comparisons), caveats=foot,
         data=pd.DataFrame(map(_values, comparisons), dtype=object),
     )  # fmt: skip
 

@@ -14,8 +14,8 @@ from scipy.stats import spearmanr
 
 from dmlbench.apps.pictures import plt
 from dmlbench.results.store import read_result
+from dmlbench.studies.models import run_of, trained_by
 from dmlbench.studies.record import Claim, Findings, Float, Parts, several_values, spread
-from dmlbench.studies.trained import run_of, trained_by
 from dmlbench.types import ConfigError
 
 _METRICS = {"map_at_r": "MAP@R, %", "p_at_1": "P@1, %"}

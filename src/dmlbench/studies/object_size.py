@@ -14,14 +14,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dmlbench.apps.loaded import distance_of_run
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.apps.pictures import plt
 from dmlbench.components import component
 from dmlbench.config import listed, read_config
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
 from dmlbench.studies.record import Claim, Findings, Float, Parts
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray

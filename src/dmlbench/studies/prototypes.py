@@ -22,12 +22,12 @@ from dmlbench.apps.pictures import plt
 from dmlbench.evaluation.evaluate import evaluate_arrays
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.experiment import Setup
-from dmlbench.losses.cross_batch import ridge_predict
+from dmlbench.losses.xml import ridge_predict
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.gsp import greedy_k_center
-from dmlbench.studies import trained
+from dmlbench.studies import models
+from dmlbench.studies.models import Described
 from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, spread
-from dmlbench.studies.trained import Described
 from dmlbench.types import IntArray
 
 Splits = list[tuple[IntArray, IntArray]]
@@ -45,10 +45,10 @@ _DISTANCES = {"l2": "Euclidean", "cosine": "cosine"}
 def _trained(args: Any, parts: Parts, pooling: str, regularizer: str) -> tuple[Described, Splits, dict[str, Any]]:
     """Train a model with prototypes: its outputs for test images, halves of the classes, and what is drawn."""
     overrides = [f"pooling={pooling}", f"pooling.num_prototypes={args.prototypes}", regularizer]
-    setup = trained.trained_setup(args, overrides, parts)
-    described = trained.describe(setup, trained.sample_test_rows(setup, count=args.eval_images, seed=args.seed))
-    splits = trained.halves(described.num_classes, args.splits, seed=args.seed)
-    shown = trained.prototypes_by_class(setup, described, images=2)
+    setup = models.trained_setup(args, overrides, parts)
+    described = models.describe(setup, models.sample_test_rows(setup, count=args.eval_images, seed=args.seed))
+    splits = models.halves(described.num_classes, args.splits, seed=args.seed)
+    shown = models.prototypes_by_class(setup, described, images=2)
     return described, splits, {**shown, "images": len(described.labels)}
 
 
@@ -123,15 +123,15 @@ def xml(args: Any, parts: Parts) -> Findings:
 
     def compute(name: str) -> Any:
         if name == "cover":
-            setup = trained.trained_setup(args, ["pooling=gap", "head.out_features=2"], parts)
-            return _covered(setup, trained.sample_test_rows(setup, count=args.images, seed=args.seed), args)
+            setup = models.trained_setup(args, ["pooling=gap", "head.out_features=2"], parts)
+            return _covered(setup, models.sample_test_rows(setup, count=args.images, seed=args.seed), args)
         described, splits, shown = _trained(args, parts, "gap_histogram", _XML[name])
         return {**cross_class(described, splits, ridge=args.ridge, metric=args.metric), **shown}
 
     found = parts.get(["cover", *_XML], compute, describe="trainings")
     covered, (without, with_) = found["cover"], (found[way] for way in _XML)
-    bits = {way: trained.entropy(np.array(found[way]["histogram"])) for way in _XML}
-    tied = {way: trained.tied_to_classes(np.array(found[way]["histogram"])) for way in _XML}
+    bits = {way: models.entropy(np.array(found[way]["histogram"])) for way in _XML}
+    tied = {way: models.tied_to_classes(np.array(found[way]["histogram"])) for way in _XML}
     heads = ("prototypes", "MAPc, %", "MAPx, %", "of the same halves, fitted to themselves, %", "embeddings, %",
              "entropy of a class, bits")  # fmt: skip
     rows = tuple(
@@ -159,7 +159,7 @@ def xml(args: Any, parts: Parts) -> Findings:
               tied["without XML"] > tied["with XML"]),
     )  # fmt: skip
     notes = (
-        f"trained by: {trained.trained_by(args)}",
+        f"trained by: {models.trained_by(args)}",
         "without XML the prototypes learn |V Z - Y|^2 instead (section 2.2)",
         f"figure 3: {args.centers} prototypes by greedy k-center among the pixels of {args.images} test images a "
         "class, embeddings of two dimensions",
@@ -212,7 +212,7 @@ def _xml_figure(found: Mapping[str, Any], title: str) -> Figure:
     for part, way in zip(others, _XML, strict=True):
         one = found[way]
         shown = f"{way}: MAPc {100 * one['fitted']:.1f}, MAPx {100 * np.mean(one['crossed']):.1f}"
-        trained.draw_by_class(part, one, shown)
+        models.draw_by_class(part, one, shown)
     figure.suptitle(title, fontsize=10)
     return figure
 
@@ -251,8 +251,8 @@ def zero_shot_prediction(args: Any, parts: Parts) -> Findings:
 
     found = parts.get(list(_ZSR), compute, describe="trainings")
     without, with_ = (found[way] for way in _ZSR)
-    bits = {way: trained.entropy(np.array(one["histogram"])) for way, one in found.items()}
-    tied = trained.tied_to_classes(np.array(with_["histogram"]))
+    bits = {way: models.entropy(np.array(one["histogram"])) for way, one in found.items()}
+    tied = models.tied_to_classes(np.array(with_["histogram"]))
     shares = tied > _TOLD and abs(bits["with ZSR"] - bits["without ZSR"]) > _TOLD  # all alike, they tell nothing
     rows = tuple(
         (way, *(spread(one[key][score]) for key in _DISTANCES for score in ("map", "accuracy")),
@@ -272,7 +272,7 @@ def zero_shot_prediction(args: Any, parts: Parts) -> Findings:
               bits["with ZSR"] > bits["without ZSR"] if shares else None),
     )  # fmt: skip
     notes = (
-        f"trained by: {trained.trained_by(args)}",
+        f"trained by: {models.trained_by(args)}",
         f"{args.prototypes} prototypes, {without['images']:,} test images, {args.splits} random halves of the classes, "
         f"ridge {args.ridge:g}; mean ± population deviation over the halves",
         f"by chance: MAP {chance:.1f} %, nearest {100 / half:.1f} % of {half} classes",
@@ -284,6 +284,6 @@ def zero_shot_prediction(args: Any, parts: Parts) -> Findings:
     subfigures: Any = figure.subfigures(1, 2)
     for part, (way, one) in zip(subfigures, found.items(), strict=True):
         scores = ", ".join(f"{_DISTANCES[key]} {100 * np.mean(one[key]['map']):.1f}" for key in _DISTANCES)
-        trained.draw_by_class(part, one, f"{way}: MAP {scores}")
+        models.draw_by_class(part, one, f"{way}: MAP {scores}")
     figure.suptitle(title, fontsize=10)
     return Findings(title, heads, rows, claims, notes, figure)

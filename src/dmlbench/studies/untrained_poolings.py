@@ -18,7 +18,7 @@ from dmlbench.components import component
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import load_table
-from dmlbench.results.cautions import OTHER_DATA
+from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import seed_everything
 from dmlbench.studies.record import Claim, Findings, Parts
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable

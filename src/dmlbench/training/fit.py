@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 LAST, BEST, HISTORY = "last.ckpt", "best.ckpt", "history.csv"
 
-Follow = Callable[[int, float], bool]
+OnValidation = Callable[[int, float], bool]
 """From the step of a validation and the best score so far to whether the training is to go on."""
 
 
@@ -143,7 +143,7 @@ def fit(
     picture: Callable[[], NDArray[np.uint8]] | None = None,
     data_fingerprint: str = "",
     stop: StopSignal | None = None,
-    follow: Follow | None = None,
+    on_validation: OnValidation | None = None,
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
 
@@ -154,7 +154,7 @@ def fit(
         validate: returns scores; without it the weights of the last step are the result.
         picture: returns an image [H, W, 3] of what ``validate`` has just computed, for the loggers.
         loggers: started here, closed by the caller.
-        follow: called after each validation's checkpoint but the last; False ends the training by ``Pruned``.
+        on_validation: called after each validation's checkpoint but the last; False ends the training by ``Pruned``.
 
     Raises:
         Diverged: a loss is not finite.
@@ -234,8 +234,8 @@ def fit(
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
-                if follow is not None and is_validated and not state.stop_reason:
-                    goes_on = follow(step, state.best_score)
+                if on_validation is not None and is_validated and not state.stop_reason:
+                    goes_on = on_validation(step, state.best_score)
 
     monitor.close()
     if not goes_on:

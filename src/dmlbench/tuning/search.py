@@ -18,7 +18,7 @@ from filelock import FileLock
 from pydantic import Field
 
 from dmlbench.config import read_config
-from dmlbench.external import Schema, validated
+from dmlbench.external_files import Schema, validated
 from dmlbench.results.store import CONFIG, RESULT, locked, make_directory, read_result, require_own_place
 from dmlbench.runner import ComposedRun
 from dmlbench.runtime import derive_seed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from dmlbench.external import Schema, validated
+from dmlbench.external_files import Schema, validated
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.recipes import applies
 from dmlbench.types import ConfigError, check_choice

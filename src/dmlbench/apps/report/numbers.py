@@ -13,13 +13,13 @@ import numpy as np
 import pandas as pd
 
 from dmlbench import identity, papers
-from dmlbench.apps.table_comparison import differences_to_paper, provenance_of
-from dmlbench.apps.table_rows import Row, experiments, reproduce_of, rows_of_paper
-from dmlbench.apps.tables import ConfigSummary
+from dmlbench.apps.compare_configs import ConfigSummary
+from dmlbench.apps.experiment_rows import Row, experiments, reproduce_of, rows_of_paper
+from dmlbench.apps.paper_comparison import differences_to_paper, provenance_of
 from dmlbench.config import compose_run, config_folder, read_config
-from dmlbench.evaluation.metrics.table import METRICS, score_named
+from dmlbench.evaluation.metrics.registry import METRICS, score_named
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, config_settings
-from dmlbench.results.cautions import incomparable
+from dmlbench.results.caveats import incomparable
 from dmlbench.results.collections import paired_difference
 from dmlbench.results.store import CONFIG, coordinates_of, read_result, require_own_files
 from dmlbench.results.table import Entry, Table

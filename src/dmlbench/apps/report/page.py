@@ -23,17 +23,17 @@ from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
 from dmlbench import __version__
+from dmlbench.apps.compare_configs import ConfigSummary, asked_columns, build_tables
 from dmlbench.apps.explain import Explained, explain_run, greatest_weight, overlay
-from dmlbench.apps.loaded import distance_of_run, load_run, table_of_run
+from dmlbench.apps.loading import distance_of_run, load_run, table_of_run
 from dmlbench.apps.pictures import COLORS, save_figure
 from dmlbench.apps.report import numbers
-from dmlbench.apps.tables import ConfigSummary, asked_columns, build_tables
 from dmlbench.data.images.sources import read_image
 from dmlbench.evaluation.embeddings.embed import load_embeddings
-from dmlbench.evaluation.metrics.table import score_named
+from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.cautions import by_row, cautions_of_rows
+from dmlbench.results.caveats import by_row, caveats_of_rows
 from dmlbench.results.config_table import KINDS, check_metrics, size_of
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import atomic_write, generator
@@ -143,7 +143,7 @@ def draw_report(
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):
             _retrievals(panel, config, table, chosen, num_nearest)
-    notes = [*by_row(cautions_of_rows([config.summary for config in configs]), [config.label for config in configs]),
+    notes = [*by_row(caveats_of_rows([config.summary for config in configs]), [config.label for config in configs]),
              *(f"DIFFERENT SETTINGS: {note}" for note in configs[0].differing)]  # fmt: skip
     if notes:
         figure.supxlabel("\n".join(textwrap.fill(note, _LINE) for note in notes), fontsize=8)

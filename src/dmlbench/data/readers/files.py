@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dmlbench.external import check_bounds
+from dmlbench.external_files import check_bounds
 from dmlbench.types import DataError, IntArray
 
 # Reading a pickle calls what it names. These build plain values; numpy renamed its modules between versions.

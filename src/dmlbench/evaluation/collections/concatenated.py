@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from dmlbench.evaluation.embeddings.embed import ModelDistances, ModelEmbeddings
 from dmlbench.evaluation.evaluate import Evaluation
-from dmlbench.evaluation.metrics.table import mean_scores, of_queries, query_scores, score_names
+from dmlbench.evaluation.metrics.registry import mean_scores, of_queries, query_scores, score_names
 from dmlbench.evaluation.relevance import Relevance, relevance_of
 from dmlbench.evaluation.search import candidates, scan
 from dmlbench.evaluation.search.candidates import FloatRows, Tile
@@ -268,7 +268,7 @@ def rank_by_numpy(
             keys.append(candidates.pack(total[item], item) | relevant[item])
         exact = functools.partial(_exact_sums, models, part, near, query, np.repeat(some, len(part), axis=0))
         rows = candidates.Found(np.concatenate(counts), np.concatenate(keys)).padded()
-        settled = candidates.settle(rows, exact, k=k, slack=slack, by_mark=True)[:, :k]
+        settled = candidates.order_exactly(rows, exact, k=k, slack=slack, by_mark=True)[:, :k]
         of_sums = candidates.marked(settled).reshape(len(some), len(part), -1)
         ranked[start : start + len(some), :, : settled.shape[1]] = of_sums
     return ranked

@@ -175,13 +175,11 @@ def _exact(held: IntArray, query: int, column: int) -> float:
 @_compiled
 def _row(address: int, number: int, width: int) -> NDArray[np.float32]:
     """Row ``number`` of a C-ordered float32 array at ``address``."""
-    return numba.carray(_pointer(address + 4 * width * number), (width,), np.float32)
+    return numba.carray(_pointer(address + 4 * width * number), (width,), np.float32)  # type: ignore[call-arg]
 
 
-def _as_pointer(_: Any, address: Any) -> Any:
+@intrinsic
+def _pointer(_: Any, address: Any) -> Any:
     return voidptr(address), lambda context, builder, _, arguments: builder.inttoptr(
         arguments[0], context.get_value_type(voidptr)
     )
-
-
-_pointer: Any = intrinsic(_as_pointer)

@@ -175,7 +175,7 @@ class TopK:
         self.keys = Found(mask.sum(axis=1), self.keys[mask]).padded()
 
 
-def settle(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark: bool = False) -> Keys:
+def order_exactly(keys: Keys, exact: ExactSimilarity, *, k: int, slack: float, by_mark: bool = False) -> Keys:
     """Order candidates by (exact similarity descending, column), padding last; near ones are computed exactly.
 
     Args:

@@ -114,7 +114,7 @@ class Search(ABC):
         """(queries [T], their k nearest gallery items [T, k] or -1), tile by tile in the order of ``wanted``."""
 
         def finish(part: IntArray, keys: Keys) -> IntArray:
-            return candidates.column_of(candidates.settle(keys, self.exact(part), k=k, slack=self.slack)[:, :k])
+            return candidates.column_of(candidates.order_exactly(keys, self.exact(part), k=k, slack=self.slack)[:, :k])
 
         return self.ranked(k, finish, wanted=wanted)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from composed import arguments
 
-from dmlbench.apps.imported import Imported, _of_table, import_config
-from dmlbench.apps.loaded import distance_of_run, load
-from dmlbench.apps.tables import build_tables, find_configs
+from dmlbench.apps.compare_configs import build_tables, find_configs
+from dmlbench.apps.import_embeddings import Imported, _of_table, import_config
+from dmlbench.apps.loading import distance_of_run, load
 from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc

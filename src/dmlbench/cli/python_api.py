@@ -11,15 +11,15 @@ from typing import Any
 
 import pandas as pd
 
+from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.apps.embeddings import evaluate_from
-from dmlbench.apps.loaded import distance_of_run
-from dmlbench.apps.tables import build_tables, find_configs
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.train import composed_run
 from dmlbench.config import arguments_of, compose, composing
 from dmlbench.evaluation.embeddings.embed import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
-from dmlbench.evaluation.metrics.table import DEFAULT_METRICS, DEFAULT_RECALL_AT
+from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, runs_by_config
@@ -55,7 +55,7 @@ def evaluate(
         source: a run directory, a file of ``dmlbench evaluate``, or rows [N, D].
         labels: of rows [N]; of a file without labels another file.
         model: of a file whose rows have a distance of their own, the run or exported folder that made it.
-        metrics: names of ``dmlbench.evaluation.metrics.table``.
+        metrics: names of ``dmlbench.evaluation.metrics.registry``.
         recall_at: K of metrics that take one.
 
     Returns:

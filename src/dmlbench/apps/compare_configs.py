@@ -10,15 +10,15 @@ from typing import Any
 
 import pandas as pd
 
-from dmlbench.apps.loaded import distance_of_run
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.config import config_folder, read_config
-from dmlbench.evaluation.metrics.table import asked_scores, in_table_order, score_named
+from dmlbench.evaluation.metrics.registry import in_table_order, score_named, scores_of
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.external import load_yaml
+from dmlbench.external_files import load_yaml
 from dmlbench.identity import config_settings
 from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
-from dmlbench.results.cautions import IMPORTED, by_fact, by_row, cautions
+from dmlbench.results.caveats import IMPORTED, by_fact, by_row, caveats
 from dmlbench.results.collections import PairedDifference, holm, paired_difference
 from dmlbench.results.config_table import NAMING_GROUPS, check_metrics, config_labels, make_table
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
@@ -52,7 +52,7 @@ class ConfigSummary:
 
 def asked_columns(spec: EvaluationSpec) -> list[str]:
     """Names of the requested scores, in the order of ``spec``."""
-    columns = (score.name for metric in spec.metrics for score in asked_scores([metric], spec.recall_at))
+    columns = (score.name for metric in spec.metrics for score in scores_of([metric], spec.recall_at))
     return list(dict.fromkeys(columns))
 
 
@@ -115,7 +115,7 @@ def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd
     """A row for each run of the configs, with its scores as fractions."""
     rows = [
         {"dataset": dataset, "protocol": protocol, "row": config.label, "config": config.path.name, "run": run,
-         "scored_on": config.summary["scored_on"], "notes": "; ".join(cautions(config.summary)), **scores}
+         "scored_on": config.summary["scored_on"], "notes": "; ".join(caveats(config.summary)), **scores}
         for (dataset, protocol), configs in grouped.items() for config in configs
         for run, scores in config.summary["raw"].items()
     ]  # fmt: skip
@@ -183,7 +183,7 @@ class PairedConfigs:
     differences: dict[str, PairedDifference]
     left_out: tuple[str, ...]  # runs that only one of them has
     differing: tuple[str, ...]  # settings in which they differ beyond their labels
-    cautions: tuple[str, ...]  # of their scores (``results.cautions``)
+    caveats: tuple[str, ...]  # of their scores (``results.caveats``)
 
     def to_text(self) -> str:
         """Percent (distances as they are), one line per metric."""
@@ -197,9 +197,9 @@ class PairedConfigs:
             numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
             lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
         one = next(iter(self.differences.values()))
-        shared = "fold and repeat" if any(IMPORTED in note for note in self.cautions) else "fold, repeat and seed"
+        shared = "fold and repeat" if any(IMPORTED in note for note in self.caveats) else "fold, repeat and seed"
         lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
-        lines += [f"  {note}" for note in self.cautions]
+        lines += [f"  {note}" for note in self.caveats]
         lines += [f"  DIFFERENT SETTINGS: {note}" for note in self.differing]
         if self.left_out:
             lines.append(f"  PARTIAL: without {', '.join(self.left_out)}")
@@ -227,7 +227,7 @@ def differences_text(found: Sequence[PairedConfigs]) -> str:
     over = {one.second.name: next(iter(one.differences.values())) for one in found}
     spans = by_fact([[f"{pair.n_pairs} pairs of runs, t over {pair.over}"] for pair in over.values()], list(over))
     lines += ["", *(f"  percent; {span}" for span in spans)]
-    lines += dict.fromkeys(f"  {note}" for one in found for note in one.cautions)
+    lines += dict.fromkeys(f"  {note}" for one in found for note in one.caveats)
     lines += dict.fromkeys(f"  DIFFERENT SETTINGS: {note}" for one in found for note in one.differing)
     lines += [f"  PARTIAL: without {', '.join(one.left_out)}" for one in found if one.left_out]
     return "\n".join(lines)
@@ -293,4 +293,4 @@ def _scores(run_dir: Path, result: dict[str, Any], spec: EvaluationSpec) -> dict
 
 def _cautions(result: Mapping[str, Any], spec: EvaluationSpec) -> list[str]:
     scored_on = {"scored_on": "validation"} if _is_validated(result) else {}
-    return cautions({**result, "search": spec_of_run(spec, result).search, **scored_on})
+    return caveats({**result, "search": spec_of_run(spec, result).search, **scored_on})

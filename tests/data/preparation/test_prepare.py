@@ -16,8 +16,8 @@ import pooch
 import pytest
 from filelock import FileLock
 
-from dmlbench.data.getting.catalog import SOURCES
-from dmlbench.data.getting.prepare import MARKER, extract, prepare, read_marker
+from dmlbench.data.preparation.catalog import SOURCES
+from dmlbench.data.preparation.prepare import MARKER, extract, prepare, read_marker
 from dmlbench.data.readers.layouts import Archive, DataFolder
 from dmlbench.types import DataError
 
@@ -192,7 +192,7 @@ def test_a_missing_archive_is_downloaded_and_extracted(tmp_path: Path, link: str
 def test_links_are_tried_in_turn_and_a_wrong_file_is_no_archive(
     tmp_path: Path, link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dmlbench.data.getting.prepare._RETRIES", 0)
+    monkeypatch.setattr("dmlbench.data.preparation.prepare._RETRIES", 0)
     archive = tmp_path / "server" / "CUB_200_2011.tgz"
     gone = f"{link}gone/"
     assert not prepare(source_of(archive, gone, link), tmp_path / "data").was_there

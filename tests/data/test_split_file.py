@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmlbench.data.given_splits import FORMAT, Oodml, read_splits, validation_part
+from dmlbench.data.split_file import FORMAT, Oodml, read_splits, validation_part
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, DataError, ImageTable
 

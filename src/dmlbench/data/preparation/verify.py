@@ -13,7 +13,7 @@ from PIL import ImageFile
 
 from dmlbench.data.image_table import counts_by_role, file_contents
 from dmlbench.data.images.sources import for_each, read_image
-from dmlbench.data.originals import Header, deviations, read_header
+from dmlbench.data.published_images import Header, deviations, read_header
 from dmlbench.data.readers.layouts import is_image
 from dmlbench.runtime import file_sha256
 from dmlbench.types import DataError, ImageTable

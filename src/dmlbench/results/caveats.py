@@ -11,7 +11,7 @@ UNKNOWN = "unknown"
 """Training and selection of an imported model, if the user did not tell."""
 
 
-def cautions(scored: Mapping[str, Any]) -> list[str]:
+def caveats(scored: Mapping[str, Any]) -> list[str]:
     """Caveats of the scores of a run's result or a config's summary."""
     found = []
     if scored.get("missing"):
@@ -42,17 +42,17 @@ def cautions(scored: Mapping[str, Any]) -> list[str]:
 
 
 def incomparable(scored: Mapping[str, Any]) -> list[str]:
-    """Those of ``cautions`` that forbid to compare with published scores."""
+    """Those of ``caveats`` that forbid to compare with published scores."""
     done_by_papers = (PARTIAL, IMPORTED, "RE-RANKED", "SELECTED ON TEST", "scored on the validation classes")
-    return [caution for caution in cautions(scored) if not caution.startswith(done_by_papers)]
+    return [caveat for caveat in caveats(scored) if not caveat.startswith(done_by_papers)]
 
 
-def cautions_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """``cautions`` of the rows of a table, and their data set's fingerprint if it differs between rows."""
+def caveats_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """``caveats`` of the rows of a table, and their data set's fingerprint if it differs between rows."""
     data = [str(summary["dataset_fingerprint"])[:12] for summary in summaries]
     differ = len(set(data)) > 1
     return [
-        cautions(summary) + [f"OTHER DATA than other rows: fingerprint {digest}"] * differ
+        caveats(summary) + [f"OTHER DATA than other rows: fingerprint {digest}"] * differ
         for summary, digest in zip(summaries, data, strict=True)
     ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmlbench.cli.arguments import CommandLine
-from dmlbench.cli.command import first_word, run_command
+from dmlbench.cli.hydra_command import run_command, sub_command
 from dmlbench.config import listed
 from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least, check_file_name
 
@@ -106,7 +106,7 @@ def export(args: Any) -> None:
 
 def embed(args: Any) -> None:
     from dmlbench.apps.embeddings import embed_folder
-    from dmlbench.apps.loaded import load
+    from dmlbench.apps.loading import load
 
     model = load(args.model, device=args.device, modules=args.modules)
     reading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
@@ -117,8 +117,8 @@ def embed(args: Any) -> None:
 
 
 def import_(args: Any) -> None:
-    from dmlbench.apps.imported import import_config
-    from dmlbench.evaluation.metrics.table import score_named
+    from dmlbench.apps.import_embeddings import import_config
+    from dmlbench.evaluation.metrics.registry import score_named
     from dmlbench.results.store import run_name
 
     found = import_config(args)
@@ -131,10 +131,10 @@ def import_(args: Any) -> None:
 
 
 def aggregate(args: Any) -> None:
-    from dmlbench.apps.loaded import distance_of_run
+    from dmlbench.apps.loading import distance_of_run
     from dmlbench.components import component
     from dmlbench.results.aggregate import aggregate_config
-    from dmlbench.results.cautions import cautions
+    from dmlbench.results.caveats import caveats
     from dmlbench.results.store import find_runs, runs_by_config
 
     spec = component(args.evaluation)
@@ -153,8 +153,8 @@ def aggregate(args: Any) -> None:
             failures.append(error)
             print(f"      FAILED: {error}")
             continue
-        for caution in cautions(summary):
-            print(f"      {caution}")
+        for caveat in caveats(summary):
+            print(f"      {caveat}")
         for kind, scores in summary["scores"].items():
             print(f"      {kind}: " + ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items()))
     if failures:  # every config that can be summarized is
@@ -163,7 +163,7 @@ def aggregate(args: Any) -> None:
 
 
 def table(args: Any) -> None:
-    from dmlbench.apps.tables import build_tables, compare_configs, differences_text, find_configs, runs_frame
+    from dmlbench.apps.compare_configs import build_tables, compare_configs, differences_text, find_configs, runs_frame
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write
 
@@ -193,8 +193,8 @@ def table(args: Any) -> None:
 
 
 def report(args: Any) -> None:
+    from dmlbench.apps.compare_configs import asked_columns, find_configs
     from dmlbench.apps.report.page import draw_report, write_page
-    from dmlbench.apps.tables import asked_columns, find_configs
     from dmlbench.components import component
     from dmlbench.runtime import remove_leftovers
 
@@ -310,7 +310,7 @@ def clean(args: Any) -> None:
 
 def oodml(line: CommandLine) -> None:
     unknown = f"say what to do: dmlbench oodml {'|'.join(OODML)}; '{{}}' is none of these"
-    chosen = first_word(line, OODML, usage="oodml WORD", unknown=unknown)
+    chosen = sub_command(line, OODML, usage="oodml WORD", unknown=unknown)
     if chosen is not None:
         run_command(f"oodml_{chosen[0]}", functools.partial(_run_oodml, chosen[0]), chosen[1])
 
@@ -322,7 +322,7 @@ def _run_oodml(word: str, args: Any) -> None:
 
 
 def study(line: CommandLine) -> None:
-    chosen = first_word(line, STUDIES, usage="study NAME", unknown="say which: dmlbench study NAME; '{}' is no study")
+    chosen = sub_command(line, STUDIES, usage="study NAME", unknown="say which: dmlbench study NAME; '{}' is no study")
     if chosen is None:
         return
     name, rest = chosen

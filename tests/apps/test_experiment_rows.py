@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.apps.table_rows import (
+from dmlbench.apps.experiment_rows import (
     QUOTED,
     experiments,
     hours_per_run,
@@ -18,7 +18,7 @@ from dmlbench.apps.table_rows import (
 )
 from dmlbench.cli.reproduce import grid
 from dmlbench.config import config_folder
-from dmlbench.evaluation.metrics.table import score_labeled
+from dmlbench.evaluation.metrics.registry import score_labeled
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError
 

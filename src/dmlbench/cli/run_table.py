@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from hydra.core.utils import JobReturn
 
-from dmlbench.apps import table_comparison
+from dmlbench.apps import paper_comparison
+from dmlbench.apps.experiment_rows import hours_per_run
 from dmlbench.apps.plan import Plan, Run, compose_configs, make_plan, missing_inputs
-from dmlbench.apps.table_rows import hours_per_run
 from dmlbench.cli import train
 from dmlbench.cli.arguments import in_train
-from dmlbench.cli.command import Job, launch, quiet, raise_failures
+from dmlbench.cli.hydra_command import Job, launch, quiet, raise_failures
 from dmlbench.cli.reproduce import Table
 from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -54,7 +54,7 @@ def run_table(
         plan = make_plan(known, _planned, args.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
     _print_plan(plan, table, waves, failures)
-    mixed = table_comparison.mixtures((*plan.runs, *plan.preparing), to_do=any(waves) and args.run_missing)
+    mixed = paper_comparison.mixtures((*plan.runs, *plan.preparing), to_do=any(waves) and args.run_missing)
     if args.dry_run:
         print("".join(f"{note}\n" for note in mixed), end="")
         return
@@ -73,8 +73,8 @@ def run_table(
             jobs = [run.overrides for run in wave]
             done += launch(Job("train", train.task, config_dir), jobs, in_train(launching), len(done))
         plan = plan.refreshed()
-        mixed = table_comparison.mixtures((*plan.runs, *plan.preparing), to_do=False)
-    moved = table_comparison.moving(given) if table.has_scores else []
+        mixed = paper_comparison.mixtures((*plan.runs, *plan.preparing), to_do=False)
+    moved = paper_comparison.moving(given) if table.has_scores else []
     if table.has_scores and not table.file.is_relative_to(config_folder()):
         mixed = [*mixed, f"rows of one's own: {table.file}"]
     _print_table(args, table, plan, configs, moved, mixed, blocked)
@@ -115,7 +115,7 @@ def _print_plan(plan: Plan, table: Table, waves: Sequence[Sequence[Run]], failur
     to_do = [run for wave in waves for run in wave]
     total = _counted(Counter(run.state for run in plan.requested))
     print(f"{len(shown)} configs, {len(plan.requested)} runs: {total}")
-    takes = table_comparison.seconds_per_run(plan, stated)
+    takes = paper_comparison.seconds_per_run(plan, stated)
     print(f"to run here: {', '.join([str(len(to_do)), *_costs(to_do, takes, table.reproduce)])}\n")
 
 
@@ -148,18 +148,18 @@ def _print_table(
         moved: overrides of the command line that make other configs than the paper's.
         mixed: other reasons why no row is comparable with the paper.
     """
-    reasons = [*table_comparison.given_by_hand(moved), *mixed]
+    reasons = [*paper_comparison.given_by_hand(moved), *mixed]
     base = Path(args.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
     if in_use := [str(run.path) for run in plan.runs if run.state == "running"]:
         listed = ", ".join(in_use[:_MOST_LISTED]) + (" and others" if len(in_use) > _MOST_LISTED else "")
         notes.append(f"left to the processes that have them: {len(in_use)} runs ({listed})")
     if table.has_scores:
-        comparisons, deviations = table_comparison.compare_rows(table.rows, plan, configs, blocked, reasons)
+        comparisons, deviations = paper_comparison.compare_rows(table.rows, plan, configs, blocked, reasons)
         write_comparison(table.name, comparisons, [*notes, *deviations], base)
         return
     spec = EvaluationSpec(metrics=tuple(args.metrics), recall_at=tuple(args.recall_at))
-    summaries = table_comparison.summarize(plan, {config.sha256: spec for config in plan.configs})
+    summaries = paper_comparison.summarize(plan, {config.sha256: spec for config in plan.configs})
     for config in plan.configs:
         if problem := summaries[config.sha256].problem:
             print(f"{config.name} cannot be summarized: {problem}")
@@ -168,7 +168,7 @@ def _print_table(
         return
     for note in reasons:
         print(note)
-    made = table_comparison.grid_tables(summaries, spec)
+    made = paper_comparison.grid_tables(summaries, spec)
     for (dataset, protocol), one in made.items():
         noted = replace(one, notes=(*one.notes, *notes))
         noted.publish(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
@@ -272,7 +272,7 @@ def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[st
     measured = [read_json(command.output) for command in commands if command.output is not None and command.is_done]
     notes = dict.fromkeys(note for one in measured for note in one["notes"])
     of_numbers = [note for note in notes if note.startswith("halves of")]  # what the distances are of, as in the paper
-    reasons = [*table_comparison.given_by_hand(given), *(note for note in notes if note not in of_numbers)]
+    reasons = [*paper_comparison.given_by_hand(given), *(note for note in notes if note not in of_numbers)]
     averages, texts, of_bars = _averaged_bars(name, commands, folder.parents[1])
     if texts:
         measured.append(averages)

@@ -222,7 +222,7 @@ def score_labeled(label: str) -> Score | None:
     return None
 
 
-def asked_scores(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
+def scores_of(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_AT) -> tuple[Score, ...]:
     """All scores that ``metrics`` name, each once, in the order of the table; ConfigError for wrong names or Ks."""
     values = list(recall_at)
     if any(not isinstance(k, Integral) or not 1 <= k < 10**9 for k in values) or values != sorted(set(values)):

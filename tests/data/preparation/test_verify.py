@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from dmlbench.data.getting.verify import Report, unlisted, verify
 from dmlbench.data.image_table import Listing, table_of
+from dmlbench.data.preparation.verify import Report, unlisted, verify
 from dmlbench.data.readers.folder import folder
 from dmlbench.types import ImageTable
 

@@ -25,7 +25,7 @@ from dmlbench.data.images.sources import Given, GivenImages, ImageSource
 from dmlbench.evaluation.embeddings.embed import embed, load_distance
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.experiment import Setup
-from dmlbench.external import Schema, load_yaml, validated
+from dmlbench.external_files import Schema, load_yaml, validated
 from dmlbench.identity import changed_code
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel

@@ -19,7 +19,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
-from dmlbench.config import arguments_of, composing, config_folders, register_schemas, settle, without_hydra
+from dmlbench.config import arguments_of, complete_config, composing, config_folders, register_schemas, without_hydra
 from dmlbench.types import ConfigError, RunInUse, closest
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ Task = Callable[[Any], Any]
 """Of the command's arguments; ``train`` gets the composed configuration."""
 
 
-def first_word(
+def sub_command(
     line: CommandLine, words: Mapping[str, str], *, usage: str, unknown: str
 ) -> tuple[str, CommandLine] | None:
     """The sub-command that a line begins with, and the rest of the line; None once ``--help`` has printed them all."""
@@ -115,7 +115,7 @@ class Job:
             if "paths" in cfg:
                 require_output_dir(cfg)
             if self.name == "train":
-                settle(cfg)
+                complete_config(cfg)
             return self.task(cfg if self.name == "train" else arguments_of(cfg))
         except RunInUse as error:
             if HydraConfig.get().mode != RunMode.MULTIRUN:

@@ -18,7 +18,7 @@ from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.results import store
-from dmlbench.results.cautions import UNKNOWN
+from dmlbench.results.caveats import UNKNOWN
 from dmlbench.results.config_table import IMPORTED
 from dmlbench.runner import save_test, tested_result
 from dmlbench.runtime import atomic_write, derive_seed, file_sha256

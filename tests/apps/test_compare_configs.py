@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.tables import BY_HAND, _distinct, changed_settings
+from dmlbench.apps.compare_configs import BY_HAND, _distinct, changed_settings
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels
 from dmlbench.types import flatten
 

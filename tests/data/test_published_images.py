@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, table_of
-from dmlbench.data.originals import Header, deviations, deviations_of_sample, read_header
+from dmlbench.data.published_images import Header, deviations, deviations_of_sample, read_header
 from dmlbench.types import Originals
 
 Size = tuple[int, int]
@@ -138,7 +138,7 @@ def test_of_many_images_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.Mon
         read.append(Path(path).name)
         return Header(224, 224, "JPEG")
 
-    monkeypatch.setattr("dmlbench.data.originals.read_header", header)
+    monkeypatch.setattr("dmlbench.data.published_images.read_header", header)
     assert deviations_of_sample(tmp_path, [str(i) for i in range(6_401)], Originals()) != ()
     assert len(read) == len(set(read)) == 64
     assert (read[0], read[-1]) == ("0", "6400")

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmlbench.losses.cross_batch import solve_gram
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
+from dmlbench.losses.xml import solve_gram
 from dmlbench.types import ConfigError, ModelOutput, check_at_least, check_positive
 
 

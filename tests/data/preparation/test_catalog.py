@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench.data.getting.catalog import SOURCES
+from dmlbench.data.preparation.catalog import SOURCES
 from dmlbench.data.readers.layouts import DataFolder
 
 BENCHMARKS = {  # images, classes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dmlbench.oodml.frechet import frechet_distance
-from dmlbench.oodml.sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
+from dmlbench.oodml.split_sequence import ClassFeatures, Step, alike_halves, exchange, pick_evenly, removal
 from dmlbench.types import DataError
 
 CASES = ["swap0", "swap1", "swap2", "removal0", "removal1"]

@@ -11,17 +11,17 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
-from dmlbench.apps.loaded import distance_of_run
+from dmlbench.apps.compare_configs import Found, build_tables, named_configs
+from dmlbench.apps.experiment_rows import NARROWING, Row
+from dmlbench.apps.loading import distance_of_run
 from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
-from dmlbench.apps.table_rows import NARROWING, Row
-from dmlbench.apps.tables import Found, build_tables, named_configs
 from dmlbench.config import key_of, read_config
-from dmlbench.evaluation.metrics.table import score_labeled
+from dmlbench.evaluation.metrics.registry import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
-from dmlbench.results.cautions import by_fact, incomparable
+from dmlbench.results.caveats import by_fact, incomparable
 from dmlbench.results.rules import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.table import Table

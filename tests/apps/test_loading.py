@@ -23,7 +23,7 @@ from dmlbench import build
 from dmlbench.apps import export
 from dmlbench.apps.embeddings import embed_folder, evaluate_from
 from dmlbench.apps.export import NoGraph, export_run, exported_program, of_format
-from dmlbench.apps.loaded import MANIFEST, PREPROCESSING, WEIGHTS, TrainedModel
+from dmlbench.apps.loading import MANIFEST, PREPROCESSING, WEIGHTS, TrainedModel
 from dmlbench.components import component
 from dmlbench.config import as_config, read_config
 from dmlbench.data.batches.transforms import identity

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure, SubFigure
 
-from dmlbench.apps.loaded import load_run
+from dmlbench.apps.loading import load_run
 from dmlbench.apps.pictures import plt
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import embed

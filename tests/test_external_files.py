@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dmlbench import external
-from dmlbench.external import Schema, load_json, load_yaml, read
+from dmlbench import external_files
+from dmlbench.external_files import Schema, load_json, load_yaml, read
 from dmlbench.types import ConfigError
 
 
@@ -74,7 +74,7 @@ def test_aliases_count_expanded(tmp_path: Path) -> None:
 
 
 def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(external_files, "MAX_BYTES", 2**20)
     (tmp_path / "x.json").write_text(" " * (2**20 + 1))
     with pytest.raises(ValueError, match="more than 1 MiB"):
         load_json(tmp_path / "x.json")

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from dmlbench.data.image_table import rows_of_classes, shorten
 from dmlbench.data.protocols import Protocol
 from dmlbench.data.readers.files import read_pickle
-from dmlbench.external import Schema, validated
+from dmlbench.external_files import Schema, validated
 from dmlbench.runtime import read_json
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split, check_choice, closest
 

@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 from dmlbench import papers
 from dmlbench.config import key_of
-from dmlbench.external import Schema, load_yaml, validated
+from dmlbench.external_files import Schema, load_yaml, validated
 from dmlbench.papers import PaperScore, load_table, why_quoted
 from dmlbench.types import ConfigError, closest
 
