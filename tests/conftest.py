@@ -53,6 +53,12 @@ def train_configs(
     return composed
 
 
+@pytest.fixture
+def _float64_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objective works in float32 by contract, whose rounding would hide errors of the size looked for."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

@@ -1,10 +1,24 @@
 """A model small enough for float64 and loops: a convolution, the layers that are asked for, a pooling, a projection."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.projection import Projection
 from dmlbench.types import ModelOutput
+
+
+class CountedBatches:
+    """What a sampler's state is for: the number of the last batch."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
 
 
 class SmallModel(nn.Module):

@@ -2,15 +2,11 @@
 
 Every operation runs twice: on the fakes, where torch refuses to mix devices, and on the twins, so that the code takes
 the branches that it takes in a training. What needs a value or a shape that the device alone knows is answered by the
-twins and noted as a wait; so are copies between the device and memory that is not pinned. Nothing is differentiated:
-that needs a driver.
+twins. Nothing is differentiated: that needs a driver.
 """
 
 import contextlib
-import sys
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,21 +28,14 @@ CUDA = torch.device("cuda", 0)
 
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
-_WRITES_AT = (_aten.index_put.default, _aten.index_put_.default)
 
 
 class PretendedCuda(TorchDispatchMode):
-    """Within ``pretended_cuda`` alone.
-
-    Attributes:
-        waits: how often the device was waited for, by "file.py function: operation" of dmlbench or
-            pytorch-metric-learning, the innermost function of these that asked for it.
-    """
+    """Within ``pretended_cuda`` alone."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self._fakes = fakes
-        self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,18 +58,12 @@ class PretendedCuda(TorchDispatchMode):
         try:
             fakes = func(*tree_map_only(Tensor, self._fake, args), **tree_map_only(Tensor, self._fake, kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException):
-            self._note(func)
             return tree_map_only(Tensor, self._on_device, values)
-        if _waits_inside(func, args, flat):
-            self._note(func)
         return _paired(fakes, values, {id(twin): x for x, twin in zip(flat, twins, strict=True)})
 
     def _copied(self, func: Any, args: Any, kwargs: Any, values: Tensor) -> Tensor:
         target, source = (args[0], args[1]) if func is _aten.copy_.default else (None, args[0])
         place = torch.device(kwargs.get("device") or source.device) if target is None else target.device
-        pinned = (kwargs.get("non_blocking") or args[2:] == (True,)) and getattr(source, "pinned", False)
-        if place.type != source.device.type and not pinned and not (target is not None and source.ndim == 0):
-            self._note(func, "to the host" if place.type == "cpu" else "from the host")
         if target is not None:
             return target
         return values if place.type == "cpu" else self._on_device(values)
@@ -93,27 +76,11 @@ class PretendedCuda(TorchDispatchMode):
         fake.twin = values  # type: ignore[attr-defined]
         return fake
 
-    def _note(self, func: Any, how: str = "") -> None:
-        frame = sys._getframe(1)
-        ours = ("src/dmlbench", "pytorch_metric_learning")
-        while frame and (frame.f_code.co_name[0] == "<" or not any(x in frame.f_code.co_filename for x in ours)):
-            frame = frame.f_back  # type: ignore[assignment]
-        place = f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name}" if frame else "elsewhere"
-        self.waits[f"{place}: {func.overloadpacket.__name__} {how}".strip()] += 1
-
 
 def _twin(x: Any) -> Any:
     if isinstance(x, FakeTensor):
         return x.twin  # type: ignore[attr-defined]
     return torch.device("cpu") if isinstance(x, torch.device) else x
-
-
-def _waits_inside(func: Any, args: Any, flat: list[Any]) -> bool:
-    """Whether a CUDA kernel waits of which the shapes say nothing."""
-    if func in _WRITES_AT and any(x is not None and x.dtype == torch.bool for x in args[1]) and args[2].numel() > 1:
-        return True  # it counts the places first
-    from_host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.ndim]
-    return func is _aten.multinomial.default or bool(from_host)  # indices may lie on the host, and are copied
 
 
 def _paired(fakes: Any, values: Any, inputs: dict[int, Any]) -> Any:
@@ -136,15 +103,9 @@ def pretended_cuda() -> Iterator[PretendedCuda]:
     """Within, tensors on "cuda" can be made and computed with, and nothing is really pinned or copied by a stream."""
     off = torch.backends.cudnn.flags(enabled=False)  # its batch norm is an operation that no CPU has
     with pytest.MonkeyPatch.context() as patch, off, FakeTensorMode() as fakes, PretendedCuda(fakes) as device:
-        patch.setattr(Tensor, "pin_memory", _pinned)
+        patch.setattr(Tensor, "pin_memory", Tensor.clone)
         patch.setattr(device_copies, "_copy_stream", lambda device: None)
         yield device
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    copy = tensor.clone()
-    copy.pinned = True  # type: ignore[attr-defined]
-    return copy
 
 
 def moved(module: nn.Module) -> nn.Module:

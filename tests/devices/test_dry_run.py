@@ -1,8 +1,10 @@
-"""Training steps on CUDA without a GPU: no tensor is left on the CPU, and what waits for the device is known."""
+"""Batches and training steps on CUDA without a GPU: no tensor is left on the CPU."""
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,40 +16,16 @@ from torch import Tensor, nn
 from dmlbench import build
 from dmlbench.components import component
 from dmlbench.config import config_folder
+from dmlbench.data.batches.loaders import TrainBatches
+from dmlbench.data.batches.samplers import ClassBalancedBatchSampler
+from dmlbench.data.batches.transforms import Transform, random_resized_crop, random_shift
+from dmlbench.data.image_table import Listing, table_of
+from dmlbench.data.images.sources import DecodedImages, pixel_tensor
+from dmlbench.data.protocols import class_index
 from dmlbench.losses.objective import Objective
 from dmlbench.models.net import features_of
 from dmlbench.models.projection import Projection
 from dmlbench.types import ModelOutput
-
-# Of each wait that stays, why. Everything else that a training step computes waits for nothing.
-PML_PAIRS = "pytorch-metric-learning lists pairs and triplets, whose number is known to the device alone"
-PML_REDUCER = "pytorch-metric-learning averages over terms that it selects, or asks whether there are any"
-PML_INDEX = "pytorch-metric-learning indexes by a list that it makes on the host"
-MEMORY_PAIRS = "losses of pytorch-metric-learning take the pairs with a memory as lists"
-MIXTURES = "reducers of pytorch-metric-learning average over all that they are given"
-MINER = "miners of pytorch-metric-learning choose by what the device has computed, and draw from it"
-STAY: Mapping[str, str] = {
-    "loss_and_miner_utils.py get_all_pairs_indices: nonzero": PML_PAIRS,
-    "loss_and_miner_utils.py get_all_triplets_indices_vectorized_method: nonzero": PML_PAIRS,
-    "loss_and_miner_utils.py convert_to_triplets: nonzero": PML_PAIRS,
-    "threshold_reducer.py element_reduction_helper: index": PML_REDUCER,
-    "divisor_reducer.py sum_and_divide: _local_scalar_dense": PML_REDUCER,
-    "generic_pair_loss.py _assert_either_pos_or_neg: _local_scalar_dense": PML_REDUCER,
-    "supcon_loss.py _compute_loss: _local_scalar_dense": PML_REDUCER,
-    "large_margin_softmax_loss.py get_target_mask: index_put_": PML_INDEX,
-    "large_margin_softmax_loss.py compute_loss: index": PML_INDEX,
-    "xbm.py memory_part: nonzero": MEMORY_PAIRS,
-    "metrix.py _contrastive: nonzero": MIXTURES,
-    "metrix.py _contrastive: index": MIXTURES,
-    "xbm.py _without_own: index": MEMORY_PAIRS,
-    "distance_weighted_miner.py mine: index": MINER,
-    "loss_and_miner_utils.py get_random_triplet_indices: _unique2": MINER,
-    "loss_and_miner_utils.py get_random_triplet_indices: nonzero": MINER,
-    "loss_and_miner_utils.py get_random_triplet_indices: index": MINER,
-    "loss_and_miner_utils.py get_random_triplet_indices: multinomial": MINER,
-    "triplet_margin_miner.py mine: index": MINER,
-    "multi_similarity_miner.py mine: nonzero": MINER,
-}
 
 CLASSES, SIZE, STEPS = 6, 16, 2
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -100,13 +78,12 @@ def objective_of(cfg: DictConfig) -> Objective:
     return Objective(component(cfg.loss), component(cfg.miner), regularizers, mixing=mixing)
 
 
-def waits_of_loss(**options: str | dict[str, Any]) -> set[str]:
-    """What training steps of an objective waited for."""
+def check_steps_of_loss(**options: str | dict[str, Any]) -> None:
+    """All that training steps of an objective compute lies on the device."""
     objective = objective_of(configuration(**options)).train()
     torch.manual_seed(0)
-    with pretended_cuda() as device:
+    with pretended_cuda():
         moved(objective)
-        device.waits.clear()
         for step in range(1, STEPS + 1):
             embeddings = torch.randn(12, SIZE, device=CUDA, requires_grad=True)
             output = ModelOutput(embeddings, {"keys": torch.randn(12, SIZE, device=CUDA)})
@@ -114,22 +91,16 @@ def waits_of_loss(**options: str | dict[str, Any]) -> set[str]:
             assert parts.keys() == {"loss", "dml", *objective.regularizers}
             assert {x.device for x in parts.values()} == {CUDA}
             assert torch.isfinite(parts["loss"].detach().twin)
-    return set(device.waits)
 
 
 LOSSES = [name for name in names("loss") if "layered" not in name]
-OF_PML = {name for name in LOSSES if option("loss", name)["_target_"].startswith("pytorch_metric_learning")}
-OF_PML.add("metrix")  # which wraps one of them
 OF_PAIRS = ("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_oodml", "multi_similarity", "supcon",
             "triplet")  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss(loss: str) -> None:
-    waits = waits_of_loss(loss=loss)
-    assert waits <= STAY.keys()
-    if loss not in OF_PML and loss != "arcface":  # which is pytorch-metric-learning's in all but one function
-        assert not waits
+    check_steps_of_loss(loss=loss)
 
 
 @pytest.mark.parametrize(("shared", "intra"), [("permuted", "permuted"), ("across_classes", "within_class")])
@@ -138,38 +109,34 @@ def test_diva_with_keys(shared: str, intra: str, shares: str) -> None:
     others = option("regularizer", "diva")
     others["self_similarity"] |= {"queue_size": 20, "shares": shares}
     loss = option("loss", "diva") | {"shared": shared, "intra": intra}
-    assert not waits_of_loss(loss=loss, regularizer=others)
+    check_steps_of_loss(loss=loss, regularizer=others)
 
 
 @pytest.mark.parametrize("loss", OF_PAIRS)
 def test_loss_with_a_memory(loss: str) -> None:
-    waits = waits_of_loss(loss=option("loss", "xbm") | {"loss": option("loss", loss)})
-    assert waits <= STAY.keys()
-    assert not waits or loss != "contrastive_c1"
+    check_steps_of_loss(loss=option("loss", "xbm") | {"loss": option("loss", loss)})
 
 
 @pytest.mark.parametrize("pairs", ["positive_negative", "anchor_negative"])
 @pytest.mark.parametrize("loss", ["contrastive", "multi_similarity", "proxy_anchor"])
 def test_loss_with_mixtures(loss: str, pairs: str) -> None:
     node = option("loss", "metrix") | {"loss": option("loss", loss), "pairs": [pairs], "num_hard_negatives": 3}
-    waits = waits_of_loss(loss=node)
-    assert waits <= STAY.keys()
-    assert not waits or loss != "proxy_anchor"
-    assert loss == "contrastive" or not any(wait.startswith("metrix.py") for wait in waits)
+    check_steps_of_loss(loss=node)
     if loss != "proxy_anchor":
-        assert waits_of_loss(loss=node, miner="multi_similarity") <= STAY.keys()
+        check_steps_of_loss(loss=node, miner="multi_similarity")
 
 
 @pytest.mark.parametrize(
-    ("miner", "loss"), [*((name, "triplet") for name in names("miner")), ("multi_similarity", "contrastive_c1")]
+    ("miner", "loss"),
+    [
+        *((name, "triplet") for name in names("miner")),
+        ("multi_similarity", "contrastive_c1"),
+        ("distance_weighted_oodml", "margin_oodml"),
+        ("rho_distance_weighted", "margin_oodml"),
+    ],
 )
 def test_miner(miner: str, loss: str) -> None:
-    assert waits_of_loss(loss=loss, miner=miner) <= STAY.keys()
-
-
-@pytest.mark.parametrize("miner", ["distance_weighted_oodml", "rho_distance_weighted"])
-def test_miners_of_this_project_wait_for_nothing(miner: str) -> None:
-    assert not waits_of_loss(loss="margin_oodml", miner=miner)
+    check_steps_of_loss(loss=loss, miner=miner)
 
 
 def poolings() -> list[str]:
@@ -183,9 +150,8 @@ def test_pooling(pooling: str) -> None:
     module = component(cfg.pooling).train()
     channels = 8
     project = Projection(channels, module.input_width(SIZE))
-    with pretended_cuda() as device:
+    with pretended_cuda():
         moved(nn.ModuleList([module, project]))
-        device.waits.clear()
         for step in range(1, STEPS + 1):
             shape = (12, channels, 1, 1) if module.needs == "native" else (12, channels, 4, 5)
             maps = torch.rand(shape, device=CUDA, requires_grad=True)
@@ -197,7 +163,6 @@ def test_pooling(pooling: str) -> None:
         module.eval()
         for explained in (module.contributions(maps, project), module.nearest_prototypes(maps, project)):
             assert explained is None or explained.device == CUDA
-    assert not device.waits
 
 
 @pytest.mark.parametrize(
@@ -211,9 +176,8 @@ def test_regularizer(regularizer: str, pooling: str, loss: str) -> None:
     cfg = configuration(regularizer=regularizer, pooling=pooling, loss=loss)
     module, objective = component(cfg.pooling).train(), objective_of(cfg).train()
     project = Projection(8, module.input_width(SIZE))
-    with pretended_cuda() as device:
+    with pretended_cuda():
         moved(nn.ModuleList([module, project, objective]))
-        device.waits.clear()
         for step in range(1, STEPS + 1):
             maps = torch.rand(12, 8, 4, 5, device=CUDA)
             pooled = module(maps, project)
@@ -222,4 +186,35 @@ def test_regularizer(regularizer: str, pooling: str, loss: str) -> None:
             parts = objective(output, batch_labels(), step=step)
         assert len(parts) == 3
         assert parts["loss"].device == CUDA
-    assert not device.waits
+
+
+def batches(transform: Transform, *, second_views: bool = False) -> TrainBatches:
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(6), 5)
+    paths, pixels = [f"{i}.png" for i in range(30)], random.integers(0, 256, (30, 16, 16, 3), dtype=np.uint8)
+    table = table_of(Listing("", paths, labels, "abcdef", np.full(30, "train"), pixels=pixels, digest="none"))
+    rows = np.arange(30)
+    source = DecodedImages(table, short_side=None)
+    images = pixel_tensor(table, source, CUDA) if transform.works_on == "batch" else source
+    return TrainBatches(
+        table, rows, images=images, class_index=class_index(table, rows), transform=transform, seed=0, device=CUDA,
+        sampler=ClassBalancedBatchSampler(labels, classes_per_batch=4, images_per_class=2, seed=0),
+        second_views=second_views,
+    )  # fmt: skip
+
+
+SHIFTED = random_shift(padding=2, padding_mode="constant", flip=0.5)
+
+
+@pytest.mark.parametrize("transform", [SHIFTED, random_resized_crop(crop=8, resize=12, scale=(0.5, 1.0))])
+def test_batches_are_those_of_the_cpu(transform: Transform) -> None:
+    with pretended_cuda():
+        found = list(islice(batches(transform, second_views=True), 2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(batches.__globals__, "CUDA", torch.device("cpu"))
+            expected = list(islice(batches(transform, second_views=True), 2))
+    for one, other in zip(found, expected, strict=True):
+        for name in ("images", "second_views"):
+            assert getattr(one, name).device == CUDA
+            assert torch.equal(getattr(one, name).twin, getattr(other, name))
+        assert torch.equal(one.labels, other.labels) and torch.equal(one.ids, other.ids)

@@ -139,25 +139,6 @@ def test_every_item_counts_once_where_query_and_gallery_overlap() -> None:
     assert set_scores(WholeSet(queries, gallery, kmeans_settings=KmeansSettings()), scores) == expected
 
 
-def test_faiss_clusters_on_a_gpu_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    faiss = pytest.importorskip("faiss", reason="extra faiss-cpu")
-    rows, _ = example(6)
-    asked = []
-
-    class OnGpu(faiss.Kmeans):
-        """Kmeans that notes the GPUs it is asked to use, and uses none."""
-
-        def __init__(self, *arguments: object, gpu: int, **options: object) -> None:
-            asked.append(gpu)
-            super().__init__(*arguments, **options)
-
-    expected = kmeans(rows, 5, KmeansSettings(1))
-    monkeypatch.setattr(faiss, "Kmeans", OnGpu)
-    assert np.array_equal(kmeans(rows, 5, KmeansSettings(1), on_gpu=True), expected)
-    kmeans(rows, 5, KmeansSettings(1))
-    assert asked == [1, 0]
-
-
 PROXYNCA_PP = KmeansSettings(library="scikit-learn", init="k-means++", restarts=10, max_steps=300)
 
 

@@ -26,11 +26,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def _float64_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 @pytest.mark.usefixtures("_float64_objective")
 @pytest.mark.parametrize("case", ["s0", "s1", "s2"])
 def test_objective_and_gradients_equal_public_code(golden_dir: Path, case: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_model import CountedBatches
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
@@ -59,20 +60,11 @@ class SquaredNorm(nn.Module):
         return ((embeddings - self.target * noise) ** 2).mean()
 
 
-class ToyBatches:
-    def __init__(self) -> None:
-        self.step = 0
-
+class ToyBatches(CountedBatches):
     def __next__(self) -> Batch:
         self.step += 1
         images = torch.randn(8, 1, 2, 2, generator=torch.Generator().manual_seed(self.step))
         return Batch(images, torch.arange(8) % 2, torch.arange(8))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
 
 
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {

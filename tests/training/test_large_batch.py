@@ -28,12 +28,6 @@ from dmlbench.types import Batch, ConfigError, ModelOutput
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def _float64_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The objective works in float32 by contract, whose rounding would hide errors of the size looked for."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 def _batches(count: int, size: int = 8) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(size) // 2

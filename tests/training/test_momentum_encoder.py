@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import SmallModel
+from small_model import CountedBatches, SmallModel
 from torch import Tensor, nn
 
 from dmlbench.losses.objective import Objective
@@ -44,9 +44,9 @@ def images_of(seed: int) -> Tensor:
     return torch.rand(8, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
-class Batches:
+class Batches(CountedBatches):
     def __init__(self, *, ends: int | None = None) -> None:
-        self.step, self.ends = 0, ends
+        self.ends = ends
 
     def __next__(self) -> Batch:
         if self.step == self.ends:
@@ -54,12 +54,6 @@ class Batches:
         self.step += 1
         labels = torch.arange(8) // 2
         return Batch(images_of(self.step), labels, torch.arange(8), images_of(1000 + self.step))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
 
 
 def trained(run_dir: Path, batches: Batches | None = None, **settings: Any) -> tuple[SmallModel, Objective]:
