@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "evaluate", "load", "run", "table"]
 
-_PLACES = {"load": "apps.loaded", "evaluate": "cli.python", "table": "cli.python", "run": "cli.python"}
+_PLACES = {"load": "apps.loading", "evaluate": "cli.python_api", "table": "cli.python_api", "run": "cli.python_api"}
 """Modules by the names that come from them."""
 
 
