@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import shorten
+from textwrap import fill, shorten
 from typing import Any
 
 import hydra
@@ -86,8 +86,8 @@ def _print_list(folders: Sequence[Path]) -> None:
     for name in names:
         told = "; ".join(experiment_rows.states(name, reproduce_of(known.get(name)), name in known))
         print(f"{name:<{width}}  {shorten(told, _LINE - width - 2, placeholder='…')}")
-    others = [name for name in known if name not in names]
-    print(f"\nother experiments, which are tables of their own rows or grids: {', '.join(others)}")
+    others = ", ".join(name for name in known if name not in names)
+    print(f"\n{fill(f'other experiments, which are tables of their own rows or grids: {others}', _LINE)}")
 
 
 @dataclass(frozen=True)
