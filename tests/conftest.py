@@ -1,15 +1,19 @@
 """Fixtures that every test may use."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 # As in every command: threads that spin while they wait take the cores of other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from dmlbench.cli.main import main
@@ -68,6 +72,33 @@ def repository() -> Path:
 def golden_dir() -> Path:
     """Folder with what public implementations computed; its README names sources, conventions and tolerances."""
     return REPOSITORY / "tests" / "fixtures" / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden(golden_dir: Path) -> Callable[..., dict[str, NDArray[Any]]]:
+    """Arrays of ``<name>.npz`` whose names begin with a prefix, which is removed from the names."""
+
+    def arrays(name: str, prefix: str = "") -> dict[str, NDArray[Any]]:
+        with np.load(golden_dir / f"{name}.npz", allow_pickle=False) as file:
+            return {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
+
+    return arrays
+
+
+@pytest.fixture(scope="session")
+def golden_tensors(golden: Callable[..., dict[str, NDArray[Any]]]) -> Callable[..., dict[str, torch.Tensor]]:
+    """The same as tensors, without the description "meta"."""
+
+    def tensors(name: str, prefix: str = "") -> dict[str, torch.Tensor]:
+        return {key: torch.from_numpy(value) for key, value in golden(name, prefix).items() if key != "meta"}
+
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def golden_meta(golden: Callable[..., dict[str, NDArray[Any]]]) -> Callable[[str], dict[str, Any]]:
+    """The description "meta" of ``<name>.npz``."""
+    return lambda name: json.loads(str(golden(name, "meta")[""]))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Scores of a whole set: recorded values of other code, loops over pairs, and what does not depend on the route."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,39 +20,38 @@ def example(seed: int, *, size: int = 60, classes: int = 7) -> tuple[FloatRows, 
     return unit_rows(torch.from_numpy(rows.astype(np.float32))), labels
 
 
-def test_scores_equal_recorded_values_of_other_code(golden_dir: Path) -> None:
+def test_scores_equal_recorded_values_of_other_code(golden, golden_meta) -> None:
     """golden/metrics.npz: NMI and AMI of pytorch-metric-learning 2.9.0, distances of ooDML's code."""
-    golden = np.load(golden_dir / "metrics.npz", allow_pickle=False)
     compared = 0
-    for case in (c["case"] for c in json.loads(str(golden["meta"]))["cases"] if c["self_excluded"]):
-        rows = unit_rows(torch.from_numpy(golden[f"{case}_query"].astype(np.float32)))
-        labels = golden[f"{case}_query_labels"]
-        found = mutual_information(labels, golden[f"{case}_kmeans_labels"])
-        assert found["nmi"] == pytest.approx(float(golden[f"{case}_pml_NMI"]), abs=1e-12)
-        assert found["ami"] == pytest.approx(float(golden[f"{case}_pml_AMI"]), abs=1e-12)
+    for case in (c["case"] for c in golden_meta("metrics")["cases"] if c["self_excluded"]):
+        recorded = golden("metrics", f"{case}_")
+        rows, labels = unit_rows(torch.from_numpy(recorded["query"].astype(np.float32))), recorded["query_labels"]
+        found = mutual_information(labels, recorded["kmeans_labels"])
+        assert found["nmi"] == pytest.approx(float(recorded["pml_NMI"]), abs=1e-12)
+        assert found["ami"] == pytest.approx(float(recorded["pml_AMI"]), abs=1e-12)
         intra, inter = class_distances(rows, labels)
         # recorded in float32
-        assert inter == pytest.approx(float(golden[f"{case}_oodml_dists_inter"]), abs=1e-7)
-        if f"{case}_oodml_dists_intra" in golden:
-            assert intra == pytest.approx(float(golden[f"{case}_oodml_dists_intra"]), abs=1e-12)
+        assert inter == pytest.approx(float(recorded["oodml_dists_inter"]), abs=1e-7)
+        if "oodml_dists_intra" in recorded:
+            assert intra == pytest.approx(float(recorded["oodml_dists_intra"]), abs=1e-12)
             compared += 1
     assert compared == 2
 
 
-def test_raw_scores_equal_those_of_the_code_of_proxynca_pp(golden_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_scores_equal_those_of_the_code_of_proxynca_pp(golden, golden_meta, monkeypatch) -> None:
     """golden/metrics.npz: R@K of euwern/proxynca_pp, which divides by all queries; NMI of recorded clusters."""
-    golden = np.load(golden_dir / "metrics.npz", allow_pickle=False)
-    for case in (c["case"] for c in json.loads(str(golden["meta"]))["cases"] if c["self_excluded"]):
-        rows, labels = (torch.from_numpy(golden[f"{case}_{name}"]) for name in ("query", "query_labels"))
-        recorded = golden[f"{case}_kmeans_labels"]
-        monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans", lambda *_, found=recorded, **__: found)
+    for case in (c["case"] for c in golden_meta("metrics")["cases"] if c["self_excluded"]):
+        recorded = golden("metrics", f"{case}_")
+        rows, labels = (torch.from_numpy(recorded[name]) for name in ("query", "query_labels"))
+        clusters = recorded["kmeans_labels"]
+        monkeypatch.setattr("dmlbench.evaluation.metrics.clustering.kmeans", lambda *_, found=clusters, **__: found)
         queries = EmbeddingSet(rows.float(), labels, torch.arange(len(rows)))
         whole = WholeSet(queries, None, kmeans_settings=KmeansSettings())
         scores = set_scores(whole, scores_of(["raw_nmi", "raw_recall_at_k"], [1, 2, 4, 8]))
-        assert scores["raw_nmi"] == pytest.approx(float(golden[f"{case}_nmi_geometric"]), abs=1e-12)
+        assert scores["raw_nmi"] == pytest.approx(float(recorded["nmi_geometric"]), abs=1e-12)
         for k in (1, 2, 4, 8):
             of_all = scores[f"raw_recall_at_{k}"] * len(whole.raw_first_hits) / len(rows)
-            assert of_all == pytest.approx(float(golden[f"{case}_euwern_recall_at_{k}"]), abs=1e-12), case
+            assert of_all == pytest.approx(float(recorded[f"euwern_recall_at_{k}"]), abs=1e-12), case
 
 
 def test_raw_recall_counts_what_is_nearer_by_rows_of_any_length() -> None:

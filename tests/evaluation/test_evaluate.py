@@ -2,9 +2,7 @@
 
 import importlib.util
 import io
-import json
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -86,36 +84,36 @@ def difficult_set(seed: int, *, size: int = 90, dimension: int = 6) -> Embedding
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("back_end", ["torch", "faiss"])
-def test_scores_equal_recorded_values_of_other_code(golden_dir: Path, case: str, back_end: BackEnd) -> None:
+def test_scores_equal_recorded_values_of_other_code(golden, golden_meta, case: str, back_end: BackEnd) -> None:
     """golden/metrics.npz: an own brute force in float64 and pytorch-metric-learning 2.9.0."""
     if back_end == "faiss":
         pytest.importorskip("faiss", reason="extra faiss-cpu")
-    golden = np.load(golden_dir / "metrics.npz", allow_pickle=False)
-    facts = next(c for c in json.loads(str(golden["meta"]))["cases"] if c["case"] == case)
-    queries = embedding_set(golden[f"{case}_query"], golden[f"{case}_query_labels"])
+    recorded = golden("metrics", f"{case}_")
+    facts = next(c for c in golden_meta("metrics")["cases"] if c["case"] == case)
+    queries = embedding_set(recorded["query"], recorded["query_labels"])
     gallery = None
     if not facts["self_excluded"]:
-        rows, labels = golden[f"{case}_gallery"], golden[f"{case}_gallery_labels"]
-        gallery = embedding_set(rows, labels, np.arange(len(rows)) + 10_000)
+        ids = np.arange(len(recorded["gallery"])) + 10_000
+        gallery = embedding_set(recorded["gallery"], recorded["gallery_labels"], ids)
     result = evaluate(queries, gallery, EvaluationSpec(RECALL_AT, back_end, metrics=QUERY_METRICS))
     assert (result.n_query, result.n_gallery) == (facts["n_query"], facts["n_gallery"])
     assert result.n_skipped_queries == facts["queries_without_positive"]
     for k in RECALL_AT:
-        assert result.scores[f"recall_at_{k}"] == pytest.approx(golden[f"{case}_np_recall_at_{k}_valid_queries"])
+        assert result.scores[f"recall_at_{k}"] == pytest.approx(recorded[f"np_recall_at_{k}_valid_queries"])
     names = {"p_at_1": "precision_at_1", "r_precision": "r_precision"}
     for ours, theirs in {**names, "map_at_r": "map_at_r"}.items():
-        assert result.scores[ours] == pytest.approx(golden[f"{case}_np_{theirs}"], abs=1e-12)
+        assert result.scores[ours] == pytest.approx(recorded[f"np_{theirs}"], abs=1e-12)
     for ours, theirs in {**names, "map_at_r": "mean_average_precision_at_r"}.items():
-        assert result.scores[ours] == pytest.approx(golden[f"{case}_pml_{theirs}"], abs=1e-12)
-    assert result.scores["map"] == pytest.approx(float(golden[f"{case}_np_map_full"]), abs=1e-12)
+        assert result.scores[ours] == pytest.approx(recorded[f"pml_{theirs}"], abs=1e-12)
+    assert result.scores["map"] == pytest.approx(float(recorded["np_map_full"]), abs=1e-12)
     if facts["self_excluded"]:
         positives = (queries.labels[:, None] == queries.labels).sum(dim=1).numpy() - 1
         by_positives = result.per_query["oodml_map_at_1000"] * (positives + 1) / np.maximum(positives, 1)
-        assert np.nanmean(by_positives) == pytest.approx(float(golden[f"{case}_np_map_at_1000_div_R"]), abs=1e-12)
-    if f"{case}_oodml_mAP_1000" in golden:
+        assert np.nanmean(by_positives) == pytest.approx(float(recorded["np_map_at_1000_div_R"]), abs=1e-12)
+    if "oodml_mAP_1000" in recorded:
         # The recorded mean counts queries without a positive as 0; its float32 search swaps near neighbors.
         mean = np.nan_to_num(result.per_query["oodml_map_at_1000"]).mean()
-        assert mean == pytest.approx(float(golden[f"{case}_oodml_mAP_1000"]), abs=1e-7)
+        assert mean == pytest.approx(float(recorded["oodml_mAP_1000"]), abs=1e-7)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

@@ -1,9 +1,5 @@
 """DiVA equals the public codes in value and gradient; its triplets come from where they should."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +15,6 @@ PUBLIC = dict(zip(PARTS, ("discriminative", "shared", "selfsimilarity", "intra")
 OF_TRIPLETS = ("discriminative", "shared", "intra")
 CASES = ("d0", "d1", "d2")
 EXACT = {"rtol": 1e-8, "atol": 1e-12}
-
-
-def recorded(golden_dir: Path, case: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    with np.load(golden_dir / "diva.npz", allow_pickle=False) as file:
-        values = {k[3:]: torch.from_numpy(file[k]) for k in file.files if k.startswith(f"{case}_")}
-        return values, json.loads(str(file["meta"]))[case]
 
 
 def no_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -51,8 +41,8 @@ def output_of(values: dict[str, Tensor]) -> ModelOutput:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_whole_objective_equals_public_code(golden_dir: Path, monkeypatch, case: str) -> None:
-    values, meta = recorded(golden_dir, case)
+def test_the_whole_objective_equals_public_code(golden_tensors, golden_meta, monkeypatch, case: str) -> None:
+    values, meta = golden_tensors("diva", f"{case}_"), golden_meta("diva")[case]
     output = output_of(values)
     size = output.embedding.shape[1]
     loss = Diva(meta["num_classes"], size, shared_weight=meta["alpha"], intra_weight=meta["alpha"]).double()
@@ -89,8 +79,8 @@ def test_the_whole_objective_equals_public_code(golden_dir: Path, monkeypatch, c
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("shares", "name"), [("of_batch", "selfsimilarity"), ("of_queue", "fixed")])
-def test_both_shares_of_the_queue_equal_public_codes(golden_dir: Path, case: str, shares: str, name: str) -> None:
-    values, meta = recorded(golden_dir, case)
+def test_both_shares_of_the_queue_equal_public_codes(golden_tensors, golden_meta, case, shares: str, name: str) -> None:
+    values, meta = golden_tensors("diva", f"{case}_"), golden_meta("diva")[case]
     output = output_of(values)
     value = similarity_of(values, meta, shares=shares)(output, values["labels"], no_loss)
     expected = values["fixed" if name == "fixed" else "value_selfsimilarity"]
@@ -100,8 +90,8 @@ def test_both_shares_of_the_queue_equal_public_codes(golden_dir: Path, case: str
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["labels", "across_classes"])
-def test_negatives_are_drawn_as_often_as_public_code_draws_them(golden_dir: Path, case: str, kind: str) -> None:
-    values, _ = recorded(golden_dir, case)
+def test_negatives_are_drawn_as_often_as_public_code_draws_them(golden_tensors, case: str, kind: str) -> None:
+    values = golden_tensors("diva", f"{case}_")
     rows, labels = unit_parts(values["embeddings"])["discriminative"], values["labels"]
     torch.manual_seed(1)
     counts = torch.zeros(len(rows), len(rows), dtype=torch.float64)
@@ -199,8 +189,8 @@ def test_one_near_key_leaves_the_shares_of_others_as_they_are_in_float32(shares:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_of_the_decorrelation_are_reversed_for_embeddings_alone(golden_dir: Path, case: str) -> None:
-    values, _ = recorded(golden_dir, case)
+def test_gradients_of_the_decorrelation_are_reversed_for_embeddings_alone(golden_tensors, case: str) -> None:
+    values = golden_tensors("diva", f"{case}_")
     torch.manual_seed(0)
     rows = values["embeddings"].requires_grad_()
     module = PartDecorrelation(1.0, rows.shape[1], hidden_size=3).double()

@@ -1,8 +1,6 @@
 """LIBC is the public code in value and every gradient, a naive loop of its attention, and reproducible with dropout."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,10 +40,8 @@ def placed(parameters: dict[str, Tensor], name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("case", ["c0", "c1", "c2"])
-def test_equals_the_public_code(golden_dir: Path, case: str) -> None:
-    with np.load(golden_dir / "libc.npz", allow_pickle=False) as stored:
-        record = {key: stored[key] for key in stored.files}
-    settings = json.loads(str(record["meta"]))["cases"][case]
+def test_equals_the_public_code(golden, golden_meta, case: str) -> None:
+    record, settings = golden("libc"), golden_meta("libc")["cases"][case]
     loss = Libc(
         settings["classes"], settings["size"], num_layers=settings["num_layers"], num_heads=settings["num_heads"],
         concatenate_layers=bool(settings["cat"]), temperature=settings["temperature"], dropout=0.0,

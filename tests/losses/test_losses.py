@@ -1,10 +1,8 @@
 """Every loss of conf/ is the formula it names, in value and gradient; batches it cannot use have a stated outcome."""
 
 import copy
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,11 +104,6 @@ GSP = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def golden(golden_dir: Path) -> Callable[[str], dict[str, np.ndarray]]:
-    return lambda name: dict(np.load(golden_dir / f"{name}.npz", allow_pickle=False))
-
-
 def _set_weights(objective: Objective, record: dict[str, np.ndarray], batch: str, name: str) -> nn.Parameter | None:
     """Give the loss the recorded proxies or boundaries; returns what has a recorded gradient."""
     parameters = dict(objective.loss.named_parameters())
@@ -171,10 +164,9 @@ def test_equals_the_gsp_framework(golden, name: str, batch: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_no_recorded_loss_is_left_out(golden) -> None:
+def test_no_recorded_loss_is_left_out(golden_meta) -> None:
     for name, table in (("losses_torch", TORCH), ("losses_gsp_tf", GSP)):
-        cases = json.loads(str(golden(name)["meta"]))["cases"]
-        recorded = {case["loss"] for case in cases if case["batch"] != "xbm"}
+        recorded = {case["loss"] for case in golden_meta(name)["cases"] if case["batch"] != "xbm"}
         assert recorded - set(table) <= NOT_CONFIGURED
 
 

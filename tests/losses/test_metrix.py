@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -140,9 +139,8 @@ def test_a_miners_pairs_alone_are_mixed(name: str, miner, pairs: Pairs) -> None:
     assert not torch.isclose(found, naive(wrapped(name), x, y, pairs, 0.4))
 
 
-def test_equals_the_papers_code_of_the_contrastive_loss(golden_dir) -> None:
-    recorded = dict(np.load(golden_dir / "metrix.npz", allow_pickle=False))
-    cases = json.loads(str(recorded["meta"]))["cases"]
+def test_equals_the_papers_code_of_the_contrastive_loss(golden, golden_meta) -> None:
+    recorded, cases = golden("metrix"), golden_meta("metrix")["cases"]
     assert len(cases) == 14
     for case in cases:
         x, y = (torch.tensor(recorded[f"{case['batch']}_{part}"]) for part in ("embeddings", "labels"))

@@ -1,7 +1,6 @@
 """ZSR and XML equal public code and naive loops, and take part in training over both poolings that have prototypes."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,9 +83,8 @@ def naive_cross_batch(z: Tensor, y: Tensor, labels: Tensor, halves: Halves, loss
 
 @pytest.mark.parametrize("scale", [9.5, 1.0])
 @pytest.mark.parametrize("case", ["c0", "c1", "c2", "c3"])
-def test_zero_shot_loss_equals_public_code(golden_dir: Path, case: str, scale: float) -> None:
-    with np.load(golden_dir / "zsr_loss.npz", allow_pickle=False) as file:
-        recorded = {name[3:]: torch.from_numpy(file[name]) for name in file.files if name.startswith(f"{case}_")}
+def test_zero_shot_loss_equals_public_code(golden_tensors, case: str, scale: float) -> None:
+    recorded = golden_tensors("zsr_loss", f"{case}_")
     suffix = "" if scale == 9.5 else "_scale1"
     z, v = recorded["z"].requires_grad_(), recorded["class_embeddings"].requires_grad_()
     half = len(z) // 2

@@ -1,9 +1,5 @@
 """S2SD's objective and gradients are those of the ooDML study's code, and of a naive loop."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
@@ -28,10 +24,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.usefixtures("_float64_objective")
 @pytest.mark.parametrize("case", ["s0", "s1", "s2"])
-def test_objective_and_gradients_equal_public_code(golden_dir: Path, case: str) -> None:
-    with np.load(golden_dir / "s2sd.npz", allow_pickle=False) as file:
-        recorded = {name: torch.from_numpy(file[name]) for name in file.files if name != "meta"}
-        meta = json.loads(str(file["meta"]))
+def test_objective_and_gradients_equal_public_code(golden_tensors, golden_meta, case: str) -> None:
+    recorded, meta = golden_tensors("s2sd"), golden_meta("s2sd")
     settings = meta[case]
     s2sd = SimilaritySelfDistillation(
         0.5, 512, lambda size: Objective(MarginOodml(3, beta=1.2)), sizes=meta["sizes"], temperature=settings["T"],

@@ -1,9 +1,5 @@
 """The uniform prior's gradients are those of the ooDML study's code and a naive loop's, each for its own parameters."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,10 +27,8 @@ def prior_of(features: int, **arguments) -> UniformPrior:
 
 
 @pytest.mark.parametrize("case", ["u0", "u1"])
-def test_value_and_both_gradients_equal_public_code(golden_dir: Path, monkeypatch, case: str) -> None:
-    with np.load(golden_dir / "uniform_prior.npz", allow_pickle=False) as file:
-        recorded = {k[3:]: torch.from_numpy(file[k]) for k in file.files if k.startswith(f"{case}_")}
-        meta = json.loads(str(file["meta"]))[case]
+def test_value_and_both_gradients_equal_public_code(golden_tensors, golden_meta, monkeypatch, case: str) -> None:
+    recorded, meta = golden_tensors("uniform_prior", f"{case}_"), golden_meta("uniform_prior")[case]
     features = recorded["features"].requires_grad_()
     sizes = {"chunk_size": meta["chunk_size"], "hidden_size": meta["hidden_size"]}
     prior = prior_of(features.shape[1], discriminator_interval=meta["interval"], **sizes)

@@ -1,6 +1,7 @@
 """Cross-batch memory: equal to the published codes step by step, resumable, and refused where it cannot work."""
 
 import copy
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,27 +18,15 @@ from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.types import ConfigError, ModelOutput
 
 
-@pytest.fixture(scope="module")
-def recorded(golden_dir):
-    return dict(np.load(golden_dir / "xbm_torch.npz", allow_pickle=False))
-
-
-@pytest.fixture(scope="module")
-def recorded_gsp(golden_dir):
-    return dict(np.load(golden_dir / "losses_gsp_tf.npz", allow_pickle=False))
-
-
-def steps(memory: CrossBatchMemory, embeddings: np.ndarray, labels: np.ndarray) -> list[tuple[float, np.ndarray]]:
+def steps(memory: CrossBatchMemory, embeddings: np.ndarray, labels: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
     """Value and gradient of consecutive steps."""
-    result = []
     for i, (x, y) in enumerate(zip(torch.tensor(embeddings), torch.tensor(labels).long(), strict=True), start=1):
         x = x.requires_grad_()
         memory.observe(x, y, step=i)
         value = memory(x, y)
         value.backward()
         assert x.grad is not None
-        result.append((value.item(), x.grad.numpy()))
-    return result
+        yield value.item(), x.grad.numpy()
 
 
 def batches(num: int = 9, batch: int = 4, size: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -46,29 +35,26 @@ def batches(num: int = 9, batch: int = 4, size: int = 6) -> tuple[np.ndarray, np
     return (x + 0.5).numpy(), torch.randint(0, 3, (num, batch), generator=generator).numpy()
 
 
-def test_equals_the_papers_code(recorded) -> None:
+def test_equals_the_papers_code(golden) -> None:
+    recorded = golden("xbm_torch")
     memory = CrossBatchMemory(ContrastiveC1(), 128, 10, start_step=0).double()
     filled = []
-    for i, (x, y) in enumerate(zip(recorded["embeddings"], recorded["labels"], strict=True)):
-        x = torch.tensor(x).requires_grad_()
-        y = torch.tensor(y)
-        memory.observe(x, y, step=i + 1)
+    for i, (value, gradient) in enumerate(steps(memory, recorded["embeddings"], recorded["labels"])):
         filled.append(int(memory.filled))
-        value = memory(x, y)
-        value.backward()
         expected = recorded["official_batch_loss"][i] + recorded["official_memory_loss"][i]
-        np.testing.assert_allclose(value.item(), expected, rtol=1e-8)
-        np.testing.assert_allclose(x.grad.numpy(), recorded["official_grad_of_sum"][i], rtol=1e-8, atol=1e-12)
+        np.testing.assert_allclose(value, expected, rtol=1e-8)
+        np.testing.assert_allclose(gradient, recorded["official_grad_of_sum"][i], rtol=1e-8, atol=1e-12)
     assert filled == recorded["official_memory_rows"].tolist()
 
 
-def test_equals_the_gsp_framework(recorded_gsp) -> None:
+def test_equals_the_gsp_framework(golden) -> None:
+    recorded = golden("losses_gsp_tf", "xbm_")
     memory = CrossBatchMemory(
         ContrastiveC1(subtract_margins=True), 6, 12, start_step=2, variant="gsp", placement="ring"
     )
-    found = steps(memory, recorded_gsp["xbm_embeddings"], recorded_gsp["xbm_labels"])
-    np.testing.assert_allclose([value for value, _ in found], recorded_gsp["xbm_losses"], atol=1e-5)
-    np.testing.assert_allclose(np.stack([gradient for _, gradient in found]), recorded_gsp["xbm_grads"], atol=1e-5)
+    found = list(steps(memory, recorded["embeddings"], recorded["labels"]))
+    np.testing.assert_allclose([value for value, _ in found], recorded["losses"], atol=1e-5)
+    np.testing.assert_allclose(np.stack([gradient for _, gradient in found]), recorded["grads"], atol=1e-5)
 
 
 def naive(x: np.ndarray, y: np.ndarray, rows: list, own: list[int], loss_of_pair) -> float:
@@ -97,7 +83,7 @@ def test_equals_a_naive_loop(variant: str, start: int, placement: str, size: int
     ).double()
     rows: list = [None] * size
     pointer = 0
-    found = steps(memory, embeddings, labels)
+    found = list(steps(memory, embeddings, labels))
     for i, (x, y) in enumerate(zip(embeddings, labels, strict=True)):
         own = []
         if i + 1 > start:
@@ -157,10 +143,10 @@ def test_memory_part_of_any_loss_is_pmls(name: str, miner) -> None:
 def test_resumes_exactly() -> None:
     embeddings, labels = batches()
     whole = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double()
-    expected = steps(whole, embeddings, labels)
+    expected = list(steps(whole, embeddings, labels))
     for stop in range(1, len(labels)):
         first = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double()
-        steps(first, embeddings[:stop], labels[:stop])
+        list(steps(first, embeddings[:stop], labels[:stop]))
         again = CrossBatchMemory(ContrastiveC1(), 6, 10, start_step=1).double()
         again.load_state_dict(copy.deepcopy(first.state_dict()))
         for i in range(stop, len(labels)):

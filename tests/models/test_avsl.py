@@ -11,27 +11,25 @@ from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.types import ConfigError, RunError
 
-CASES = ("c0", "c1")
+
+@pytest.fixture(params=["c0", "c1"])
+def recorded(golden, request):
+    return golden("avsl", f"{request.param}_")
 
 
-@pytest.fixture
-def golden(golden_dir):
-    return np.load(golden_dir / "avsl.npz")
-
-
-def head_of(golden, case):
+def head_of(recorded):
     """Head, distance and maps of a recorded case, in float64."""
-    maps = [torch.from_numpy(golden[f"{case}_map{level}"]) for level in range(3)]
+    maps = [torch.from_numpy(recorded[f"map{level}"]) for level in range(3)]
     head = AvslHead([x.shape[1] for x in maps], level_size=16, top_k=4).double()
     distance = head.make_distance().double()
     with torch.no_grad():
         for level in range(3):
-            head.weights[level].copy_(torch.from_numpy(golden[f"{case}_conv{level}_weight"]))
-            head.biases[level].copy_(torch.from_numpy(golden[f"{case}_conv{level}_bias"]))
+            head.weights[level].copy_(torch.from_numpy(recorded[f"conv{level}_weight"]))
+            head.biases[level].copy_(torch.from_numpy(recorded[f"conv{level}_bias"]))
         for level in range(2):
-            distance.alpha[level] = torch.from_numpy(golden[f"{case}_prob_coef{level + 1}"])
-            distance.beta[level] = torch.from_numpy(golden[f"{case}_prob_bias{level + 1}"])
-            distance.edges[level] = torch.from_numpy(golden[f"{case}_link_prev_{level}to{level + 1}"]).T
+            distance.alpha[level] = torch.from_numpy(recorded[f"prob_coef{level + 1}"])
+            distance.beta[level] = torch.from_numpy(recorded[f"prob_bias{level + 1}"])
+            distance.edges[level] = torch.from_numpy(recorded[f"link_prev_{level}to{level + 1}"]).T
         distance.updates.fill_(1)
     return head, distance, maps
 
@@ -40,71 +38,67 @@ def observe(distance, output):
     distance.observe([(output.side[f"lower_{n}"], output.side[f"higher_{n}"]) for n in (1, 2)])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_embeddings_maps_and_certainties_are_the_recorded_ones(golden, case):
-    head, distance, maps = head_of(golden, case)
+def test_embeddings_maps_and_certainties_are_the_recorded_ones(recorded):
+    head, distance, maps = head_of(recorded)
     output = head(maps)
     embeddings, certainties = distance.levels(output.embedding.detach())
     for level, activation in enumerate(head.activations(maps)):
-        e = golden[f"{case}_embed{level}"]
+        e = recorded[f"embed{level}"]
         assert_allclose(embeddings[:, level], e / np.linalg.norm(e, axis=1, keepdims=True), rtol=1e-12)
-        assert_allclose(activation, golden[f"{case}_cam{level}"], rtol=1e-12, atol=1e-12)
-        assert_allclose(certainties[:, level], golden[f"{case}_certainty{level}"], rtol=1e-10)
+        assert_allclose(activation, recorded[f"cam{level}"], rtol=1e-12, atol=1e-12)
+        assert_allclose(certainties[:, level], recorded[f"certainty{level}"], rtol=1e-10)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_edges_follow_a_batch_as_recorded(golden, case):
-    head, distance, maps = head_of(golden, case)
+def test_edges_follow_a_batch_as_recorded(recorded):
+    head, distance, maps = head_of(recorded)
     observe(distance, head(maps))
     for level in range(2):
-        name = f"{case}_link_{level}to{level + 1}"
-        assert_allclose(distance.edges[level], golden[name].T, rtol=1e-10, atol=1e-12)
-        expected = golden[f"{case}_Wtilde_{level}to{level + 1}"].T
+        name = f"link_{level}to{level + 1}"
+        assert_allclose(distance.edges[level], recorded[name].T, rtol=1e-10, atol=1e-12)
+        expected = recorded[f"Wtilde_{level}to{level + 1}"].T
         found = distance.normalized_edges()[level]
         assert_allclose(found, expected if expected.shape == found.shape else expected.T, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_distances_and_their_gradients_are_the_recorded_ones(golden, case):
-    head, distance, maps = head_of(golden, case)
+def test_distances_and_their_gradients_are_the_recorded_ones(recorded):
+    head, distance, maps = head_of(recorded)
     output = head(maps)
     observe(distance, output)
     rows = output.embedding
     overall = distance.of_detached_nodes()(rows, rows)
     levels = [distance.level(level)(rows, rows) for level in range(3)]
-    assert_allclose(overall.detach(), golden[f"{case}_d_hat"], rtol=1e-9, atol=1e-12)
+    assert_allclose(overall.detach(), recorded["d_hat"], rtol=1e-9, atol=1e-12)
     for level in range(3):
-        assert_allclose(levels[level].detach(), golden[f"{case}_d_level{level}"], rtol=1e-9, atol=1e-12)
-    total = (overall * torch.from_numpy(golden[f"{case}_grad_out_d_hat"])).sum()
+        assert_allclose(levels[level].detach(), recorded[f"d_level{level}"], rtol=1e-9, atol=1e-12)
+    total = (overall * torch.from_numpy(recorded["grad_out_d_hat"])).sum()
     total = total + sum(
-        (d * torch.from_numpy(golden[f"{case}_grad_out_d_level{level}"])).sum() for level, d in enumerate(levels)
+        (d * torch.from_numpy(recorded[f"grad_out_d_level{level}"])).sum() for level, d in enumerate(levels)
     )
     total.backward()
     for level in range(3):
-        assert_allclose(head.weights[level].grad, golden[f"{case}_grad_conv{level}_weight"], rtol=1e-7, atol=1e-10)
-        assert_allclose(head.biases[level].grad, golden[f"{case}_grad_conv{level}_bias"], rtol=1e-7, atol=1e-10)
+        assert_allclose(head.weights[level].grad, recorded[f"grad_conv{level}_weight"], rtol=1e-7, atol=1e-10)
+        assert_allclose(head.biases[level].grad, recorded[f"grad_conv{level}_bias"], rtol=1e-7, atol=1e-10)
     for level in range(2):
-        assert_allclose(distance.alpha.grad[level], golden[f"{case}_grad_prob_coef{level + 1}"], rtol=1e-7, atol=1e-10)
-        assert_allclose(distance.beta.grad[level], golden[f"{case}_grad_prob_bias{level + 1}"], rtol=1e-7, atol=1e-10)
+        assert_allclose(distance.alpha.grad[level], recorded[f"grad_prob_coef{level + 1}"], rtol=1e-7, atol=1e-10)
+        assert_allclose(distance.beta.grad[level], recorded[f"grad_prob_bias{level + 1}"], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_evaluation_and_attribution_are_the_recorded_ones(golden, case):
-    head, distance, maps = head_of(golden, case)
+def test_evaluation_and_attribution_are_the_recorded_ones(recorded):
+    head, distance, maps = head_of(recorded)
     output = head(maps)
     observe(distance, output)
     rows = output.embedding.detach()
     with torch.no_grad():
-        assert_allclose(distance(rows, rows), golden[f"{case}_d_hat_eval"], rtol=1e-9, atol=1e-12)
+        assert_allclose(distance(rows, rows), recorded["d_hat_eval"], rtol=1e-9, atol=1e-12)
     size = len(rows)
     i, j = (x.reshape(-1) for x in torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij"))
     found = distance.attribute(rows[i], rows[j])
-    assert_allclose(found.distance.detach().reshape(size, size), golden[f"{case}_d_hat"], rtol=1e-9, atol=1e-12)
+    assert_allclose(found.distance.detach().reshape(size, size), recorded["d_hat"], rtol=1e-9, atol=1e-12)
     for level in range(3):
-        expected = golden[f"{case}_lambda{level}"].reshape(size * size, -1)
+        expected = recorded[f"lambda{level}"].reshape(size * size, -1)
         assert_allclose(found.sensitivities[:, level].detach(), expected, rtol=1e-8, atol=1e-12)
     for level in (1, 2):
-        expected = golden[f"{case}_P{level}"].reshape(size * size, -1)
+        expected = recorded[f"P{level}"].reshape(size * size, -1)
         assert_allclose(found.reliabilities[:, level].detach(), expected, rtol=1e-9)
 
 

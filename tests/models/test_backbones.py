@@ -45,46 +45,45 @@ def fill(module: nn.Module, *, rule: str) -> None:
         state[key].copy_(value)
 
 
-def assert_public_names(module: nn.Module, recorded: Path, *, classifier: str) -> None:
-    """Names, shapes and types in the recorded order; the module has no classifier."""
-    lines = [line for line in recorded.read_text().splitlines() if not line.startswith(("#", classifier))]
-    state = module.state_dict().items()
-    assert [f"{key}\t{tuple(value.shape)}\t{str(value.dtype)[6:]}" for key, value in state] == lines
-
-
-@pytest.fixture(scope="module")
-def recorded_bninception(golden_dir: Path) -> dict[str, np.ndarray]:
-    return dict(np.load(golden_dir / "bninception_forward.npz", allow_pickle=False))
-
-
 @pytest.fixture(scope="module")
 def bninception() -> BNInception:
     torch.manual_seed(0)
     return BNInception(pretrained=False).eval()
 
 
+@pytest.mark.parametrize(
+    ("build", "file", "classifier"),
+    [
+        (lambda: BNInception(pretrained=False), "bninception_keys.txt", "last_linear."),
+        (ResNet20, "cifar_resnet20_keys.txt", "linear."),
+    ],
+)
+def test_network_has_the_public_names_and_shapes(golden_dir: Path, build: Any, file: str, classifier: str) -> None:
+    """Names, shapes and types in the recorded order; the network has no classifier."""
+    lines = [x for x in (golden_dir / file).read_text().splitlines() if not x.startswith(("#", classifier))]
+    state = build().state_dict().items()
+    assert [f"{key}\t{tuple(value.shape)}\t{str(value.dtype)[6:]}" for key, value in state] == lines
+
+
 # --- BN-Inception
 
 
-def test_bninception_has_the_public_names_and_shapes(bninception: BNInception, golden_dir: Path) -> None:
-    assert_public_names(bninception, golden_dir / "bninception_keys.txt", classifier="last_linear.")
-
-
 @pytest.mark.slow
-def test_bninception_equals_the_public_network_in_float64(recorded_bninception: dict[str, np.ndarray]) -> None:
+def test_bninception_equals_the_public_network_in_float64(golden) -> None:
+    recorded = golden("bninception_forward")
     model = BNInception(pretrained=False).eval()
     fill(model, rule="he")
-    torch.manual_seed(int(recorded_bninception["input_seed"]))
+    torch.manual_seed(int(recorded["input_seed"]))
     with torch.no_grad():
         (last,) = model.double()(torch.randn(2, 3, 224, 224).double())
-    sample = last.flatten()[recorded_bninception["he_sample_index"]]
-    np.testing.assert_allclose(sample, recorded_bninception["he_sample_values_float64"], rtol=1e-8, atol=1e-8)
+    sample = last.flatten()[recorded["he_sample_index"]]
+    np.testing.assert_allclose(sample, recorded["he_sample_values_float64"], rtol=1e-8, atol=1e-8)
 
 
 def test_bninception_and_its_pools_equal_the_public_network(
-    bninception: BNInception, recorded_bninception: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    bninception: BNInception, golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = recorded_bninception
+    recorded = golden("bninception_forward")
     taps: list[Tensor] = []
 
     def tapped(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -160,8 +159,8 @@ def test_googlenet_equals_torchvisions_on_images_from_zero_to_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("rule", ["brief", "he"])
-def test_resnet20_equals_the_public_network(golden_dir: Path, rule: str) -> None:
-    recorded = np.load(golden_dir / "cifar_resnet20_forward.npz", allow_pickle=False)
+def test_resnet20_equals_the_public_network(golden, rule: str) -> None:
+    recorded = golden("cifar_resnet20_forward")
     model = ResNet20(out_levels=(0, 1, 2)).eval()
     fill(model, rule=rule)
     with torch.no_grad():  # in float64, from which the recorded float32 values differ by up to 1.3e-4
@@ -169,10 +168,6 @@ def test_resnet20_equals_the_public_network(golden_dir: Path, rule: str) -> None
     np.testing.assert_allclose(maps[2], recorded[f"{rule}_layer3"], rtol=1e-4, atol=2e-4)
     np.testing.assert_allclose(maps[0].mean(dim=(0, 2, 3)), recorded[f"{rule}_layer1_mean"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(maps[1].mean(dim=(0, 2, 3)), recorded[f"{rule}_layer2_mean"], rtol=1e-4, atol=1e-5)
-
-
-def test_resnet20_has_the_public_names_and_shapes(golden_dir: Path) -> None:
-    assert_public_names(ResNet20(), golden_dir / "cifar_resnet20_keys.txt", classifier="linear.")
 
 
 @pytest.mark.data

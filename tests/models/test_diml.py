@@ -1,8 +1,6 @@
 """DIML is the public code in values and order, a naive loop, and one list whatever the tiles; models give its rows."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +29,8 @@ def test_what_lacks_a_part_that_tests_ask_for_is_no_reranker() -> None:
 
 
 @pytest.fixture(scope="module")
-def record(golden_dir: Path) -> dict[str, Any]:
-    with np.load(golden_dir / "diml.npz", allow_pickle=False) as stored:
-        return {key: stored[key] for key in stored.files} | {"cases": json.loads(str(stored["meta"]))["cases"]}
+def record(golden, golden_meta) -> dict[str, Any]:
+    return golden("diml") | {"cases": golden_meta("diml")["cases"]}
 
 
 def of_record(record: dict[str, Any], case: str) -> tuple[EmbeddingSet, DimlDistance]:

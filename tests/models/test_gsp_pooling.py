@@ -1,7 +1,5 @@
 """How GSP starts: memory, k-center, exact resume; and how it degenerates to average pooling."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -38,11 +36,11 @@ def test_k_center_equals_a_naive_loop() -> None:
         covered.append(farthest.numpy())
 
 
-def test_k_center_equals_the_recorded_start_over_classifier_rows(golden_dir: Path) -> None:
-    with np.load(golden_dir / "gsp_module.npz", allow_pickle=False) as golden:
-        rows, expected = torch.from_numpy(golden["m0_classifier_weight"]), torch.from_numpy(golden["m0_prototypes"])
+def test_k_center_equals_the_recorded_start_over_classifier_rows(golden_tensors) -> None:
+    golden = golden_tensors("gsp_module", "m0_")
+    rows = golden["classifier_weight"]
     picked = greedy_k_center(rows[:1], rows[1:], 63)
-    torch.testing.assert_close(torch.cat([rows[:1], picked]), expected)
+    torch.testing.assert_close(torch.cat([rows[:1], picked]), golden["prototypes"])
 
 
 def test_prototypes_start_in_place_from_the_memory_with_the_batch_that_fills_it() -> None:
@@ -115,11 +113,10 @@ def test_gsp_equals_gap_when_transport_ratio_is_one() -> None:
 
 
 @pytest.mark.parametrize(("case", "combine", "smoothing"), [("m0", None, 5.0), ("m1", "weighted_gmp", 0.5)])
-def test_gsp_with_projection_equals_the_official_module(golden_dir: Path, case, combine, smoothing: float) -> None:
+def test_gsp_with_projection_equals_the_official_module(golden_tensors, case, combine, smoothing: float) -> None:
     """yetigurbuz/generalized-sum-pooling b765b889, pytorch/gsp/embed_layer.py:140-184, pooling_method gap and gmp:
     normalized embedding, classifier on top, gradients of all inputs."""
-    with np.load(golden_dir / "gsp_module.npz", allow_pickle=False) as arrays:
-        golden = {name[3:]: torch.from_numpy(arrays[name]) for name in arrays.files if name.startswith(f"{case}_")}
+    golden = golden_tensors("gsp_module", f"{case}_")
     gsp = Gsp(8, 64, transport_ratio=0.3, smoothing=smoothing, memory_rows=128, combine=combine).double()
     gsp.load_state_dict(
         gsp.state_dict() | {"prototypes": golden["prototypes"], "prototypes_started": torch.tensor(True)}

@@ -1,9 +1,7 @@
 """Poolings against values and gradients recorded from the GSP study's TensorFlow code."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -72,16 +70,11 @@ RECORDED: dict[str, tuple[Callable[[], Pooling], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def golden(golden_dir: Path) -> dict[str, Tensor]:
-    """Maps are NHWC, a histogram follows the embedding."""
-    with np.load(golden_dir / "poolings_gsp_tf.npz", allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "meta"}
-
-
 @pytest.mark.parametrize("kind", ["signed", "nonneg"])
 @pytest.mark.parametrize("name", RECORDED)
-def test_values_and_gradients_equal_recorded_ones(golden: dict[str, Tensor], name: str, kind: str) -> None:
+def test_values_and_gradients_equal_recorded_ones(golden_tensors, name: str, kind: str) -> None:
+    """Recorded maps are NHWC, a histogram follows the embedding."""
+    golden = golden_tensors("poolings_gsp_tf")
     build, weights = RECORDED[name]
     pooling = build()
     assert f"{name}_w{len(weights)}" not in golden, "every recorded weight is set"

@@ -1,12 +1,9 @@
 """The transport layer against recorded values of the authors' public code, autodiff and itself in other precisions."""
 
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,18 +15,9 @@ LAYER_CASES = tuple(f"c{number:02d}" for number in range(12))
 LONG_CASES = ("c01", "c03", "c05", "c07", "c09", "c11")
 
 
-class Golden:
-    def __init__(self, path: Path) -> None:
-        self.arrays = np.load(path, allow_pickle=False)
-        self.meta: dict[str, Any] = {case["case"]: case for case in json.loads(str(self.arrays["meta"]))["cases"]}
-
-    def tensor(self, name: str) -> Tensor:
-        return torch.from_numpy(self.arrays[name])
-
-
 @pytest.fixture(scope="module")
-def layer(golden_dir: Path) -> Golden:
-    return Golden(golden_dir / "gsp_layer.npz")
+def settings(golden_meta) -> dict[str, dict[str, Any]]:
+    return {case["case"]: case for case in golden_meta("gsp_layer")["cases"]}
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -38,21 +26,19 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert (actual - expected).abs().max().item() <= tolerance * scale
 
 
-def run_layer(golden: Golden, case: str, **solver: Any) -> dict[str, Tensor]:
-    meta = golden.meta[case]
-    features = golden.tensor(f"{case}_features").requires_grad_()
-    prototypes = golden.tensor(f"{case}_prototypes").requires_grad_()
+def run_layer(recorded: dict[str, Tensor], *, ratio: float, smoothing: float, **solver: Any) -> dict[str, Tensor]:
+    features, prototypes = recorded["features"].requires_grad_(), recorded["prototypes"].requires_grad_()
     rows = features.flatten(2).transpose(1, 2) if features.ndim == 4 else features
     cost = prototype_cost(rows, prototypes)
     cost.retain_grad()
-    plan = transport_weights(cost, transport_ratio=meta["mu"], smoothing=meta["eps"], **solver)
+    plan = transport_weights(cost, transport_ratio=ratio, smoothing=smoothing, **solver)
     pooled = torch.bmm(plan.weights[:, None], rows)[:, 0]
-    loss = (pooled * golden.tensor(f"{case}_grad_out_pooled")).sum()
-    (loss + (plan.histogram * golden.tensor(f"{case}_grad_out_z")).sum()).backward()
+    loss = (pooled * recorded["grad_out_pooled"]).sum()
+    (loss + (plan.histogram * recorded["grad_out_z"]).sum()).backward()
     assert features.grad is not None and prototypes.grad is not None and cost.grad is not None
     return {
         "cost": cost.detach(),
-        "rho": (1 / rows.shape[1] - meta["mu"] * plan.weights).detach(),
+        "rho": (1 / rows.shape[1] - ratio * plan.weights).detach(),
         "pooled": pooled.detach(),
         "z": plan.histogram.detach(),
         "grad_features": features.grad,
@@ -62,41 +48,35 @@ def run_layer(golden: Golden, case: str, **solver: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", LAYER_CASES)
-def test_exact_solver_equals_converged_iterations_and_the_official_layer(layer: Golden, case: str) -> None:
-    result = run_layer(layer, case)
-    assert_close(result["cost"], layer.tensor(f"{case}_off_cost"), 1e-12)
+def test_exact_solver_equals_converged_iterations_and_the_official_layer(golden_tensors, settings, case: str) -> None:
+    recorded = golden_tensors("gsp_layer", f"{case}_")
+    result = run_layer(recorded, ratio=settings[case]["mu"], smoothing=settings[case]["eps"])
+    assert_close(result["cost"], recorded["off_cost"], 1e-12)
     for name in ("rho", "pooled", "z", "grad_features", "grad_prototypes", "grad_cost"):
-        assert_close(result[name], layer.tensor(f"{case}_conv_{name}"), 1e-8)
-        assert_close(result[name], layer.tensor(f"{case}_off_{name}"), 1e-6)
+        assert_close(result[name], recorded[f"conv_{name}"], 1e-8)
+        assert_close(result[name], recorded[f"off_{name}"], 1e-6)
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in LONG_CASES else []) for case in LAYER_CASES]
 )
-def test_fixed_point_solver_equals_algorithm_3(layer: Golden, case: str) -> None:
-    iterations = layer.meta[case]["k"]
-    result = run_layer(layer, case, solver="fixed_point", iterations=iterations)
+def test_fixed_point_solver_equals_algorithm_3(golden_tensors, settings, case: str) -> None:
+    recorded, given = golden_tensors("gsp_layer", f"{case}_"), settings[case]
+    solver = {"solver": "fixed_point", "iterations": given["k"]}
+    result = run_layer(recorded, ratio=given["mu"], smoothing=given["eps"], **solver)
     for name in ("rho", "pooled", "z"):
-        assert_close(result[name], layer.tensor(f"{case}_alg3_{name}"), 1e-8)
+        assert_close(result[name], recorded[f"alg3_{name}"], 1e-8)
     for name in ("grad_features", "grad_prototypes", "grad_cost"):
-        assert_close(result[name], layer.tensor(f"{case}_alg3auto_{name}"), 1e-8)
+        assert_close(result[name], recorded[f"alg3auto_{name}"], 1e-8)
 
 
-def test_float32_layer_equals_official_float32_layer(golden_dir: Path) -> None:
-    golden = Golden(golden_dir / "gsp_module.npz")
-    features = golden.tensor("f32_features").requires_grad_()
-    prototypes = golden.tensor("f32_prototypes").requires_grad_()
-    rows = features.flatten(2).transpose(1, 2)
-    plan = transport_weights(prototype_cost(rows, prototypes), transport_ratio=0.3, smoothing=5.0)
-    pooled = torch.bmm(plan.weights[:, None], rows)[:, 0]
-    loss = (pooled * golden.tensor("f32_grad_out_pooled")).sum()
-    (loss + (plan.histogram * golden.tensor("f32_grad_out_z")).sum()).backward()
-    assert features.grad is not None and prototypes.grad is not None
-    assert_close(1 / 49 - 0.3 * plan.weights.detach(), golden.tensor("f32_off_rho"), 1e-5)
-    assert_close(pooled.detach(), golden.tensor("f32_off_pooled"), 1e-5)
-    assert_close(plan.histogram.detach(), golden.tensor("f32_off_z"), 1e-5)
-    assert_close(features.grad, golden.tensor("f32_off_grad_features"), 2e-5)
-    assert_close(prototypes.grad, golden.tensor("f32_off_grad_prototypes"), 2e-5)
+def test_float32_layer_equals_official_float32_layer(golden_tensors) -> None:
+    recorded = golden_tensors("gsp_module", "f32_")
+    result = run_layer(recorded, ratio=0.3, smoothing=5.0)
+    for name in ("rho", "pooled", "z"):
+        assert_close(result[name], recorded[f"off_{name}"], 1e-5)
+    for name in ("grad_features", "grad_prototypes"):
+        assert_close(result[name], recorded[f"off_{name}"], 2e-5)
 
 
 def test_plan_satisfies_its_marginals_and_optimality() -> None:

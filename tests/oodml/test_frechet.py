@@ -1,7 +1,5 @@
 """The Fréchet distance against recorded values of public code, and against closed forms."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,11 +10,10 @@ from dmlbench.types import DataError
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", range(4))
-def test_distance_of_the_public_implementations(golden_dir: Path, case: int, variant: str) -> None:
-    with np.load(golden_dir / "ood_splits_fid.npz") as stored:
-        first, second = stored[f"fid{case}_a"], stored[f"fid{case}_b"]
-        expected = float(stored[f"fid{case}_{variant}"])
-    assert frechet_distance(first, second, variant=variant) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+def test_distance_of_the_public_implementations(golden, case: int, variant: str) -> None:
+    stored = golden("ood_splits_fid", f"fid{case}_")
+    found = frechet_distance(stored["a"], stored["b"], variant=variant)
+    assert found == pytest.approx(float(stored[variant]), rel=1e-8, abs=1e-12)
 
 
 def rows_with(mean: np.ndarray, scales: np.ndarray) -> np.ndarray:

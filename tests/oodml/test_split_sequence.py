@@ -1,7 +1,5 @@
 """Sequences of splits against those of the study's public code, and distances against ones computed from scratch."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +12,14 @@ from dmlbench.types import DataError
 CASES = ["swap0", "swap1", "swap2", "removal0", "removal1"]
 
 
-def recorded(golden_dir: Path, case: str) -> tuple[ClassFeatures, list[int], list[int], dict[str, Any]]:
-    """Features of a recorded case (one row a class), its halves, and what its settings and results are."""
-    with np.load(golden_dir / "ood_splits_fid.npz") as stored:
-        own = {key.removeprefix(f"{case}_"): stored[key] for key in stored.files if key.startswith(f"{case}_")}
-        settings = next(entry for entry in json.loads(str(stored["meta"]))["cases"] if entry["case"] == case)
-    train, test = own["train_cls"], own["test_cls"]
-    labels = np.concatenate([train, test])
-    features = ClassFeatures.of(np.concatenate([own["train_feats"], own["test_feats"]]), labels)
-    return features, train.tolist(), test.tolist(), own | settings
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_classes_and_distances_are_those_of_the_public_code(golden_dir: Path, case: str) -> None:
-    features, train, test, stored = recorded(golden_dir, case)
+def test_classes_and_distances_are_those_of_the_public_code(golden, golden_meta, case: str) -> None:
+    """Recorded features have one row a class."""
+    stored: dict[str, Any] = golden("ood_splits_fid", f"{case}_")
+    stored |= next(entry for entry in golden_meta("ood_splits_fid")["cases"] if entry["case"] == case)
+    labels = np.concatenate([stored["train_cls"], stored["test_cls"]])
+    features = ClassFeatures.of(np.concatenate([stored["train_feats"], stored["test_feats"]]), labels)
+    train, test = stored["train_cls"].tolist(), stored["test_cls"].tolist()
     count, per_step, memory = stored["N_SWAPS"], stored["SWAPS_PER_ITER"], stored["HISTORY"]
     if case.startswith("swap"):
         reverse = stored["inverse"]

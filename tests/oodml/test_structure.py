@@ -57,15 +57,15 @@ def test_measures_are_those_of_a_naive_loop() -> None:
     assert structure(rows, labels) == pytest.approx(naive(rows, labels), rel=1e-9)
 
 
-def test_measures_are_those_of_the_public_code(golden_dir: Path) -> None:
-    with np.load(golden_dir / "metrics.npz", allow_pickle=False) as golden:
-        keys = [key for key in golden.files if "_oodml_dists_" in key]
-        assert len(keys) == 8
-        for key in keys:
-            case, _, name = key.partition("_oodml_dists_")
-            found = structure(golden[f"{case}_query"], golden[f"{case}_query_labels"])
-            ours = found["density" if name == "intra_over_inter" else name]
-            assert ours == pytest.approx(float(golden[key]), rel=1e-5, abs=1e-6)
+def test_measures_are_those_of_the_public_code(golden) -> None:
+    recorded = golden("metrics")
+    keys = [key for key in recorded if "_oodml_dists_" in key]
+    assert len(keys) == 8
+    for key in keys:
+        case, _, name = key.partition("_oodml_dists_")
+        found = structure(recorded[f"{case}_query"], recorded[f"{case}_query_labels"])
+        ours = found["density" if name == "intra_over_inter" else name]
+        assert ours == pytest.approx(float(recorded[key]), rel=1e-5, abs=1e-6)
 
 
 def test_spectral_decay_of_even_and_of_missing_directions() -> None:
