@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from small_model import randn
 from torch import Tensor
 
 from dmlbench import build
@@ -18,12 +19,8 @@ from dmlbench.losses.zero_shot import ZeroShotRegularizer, zero_shot_loss
 from dmlbench.types import ConfigError, ModelOutput
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def histograms(rows: int, bins: int, seed: int = 1) -> Tensor:
-    return (2 * random(rows, bins, seed=seed)).softmax(dim=1)
+    return (2 * randn(rows, bins, seed=seed)).softmax(dim=1)
 
 
 def rows_of(first: list[int], size: int) -> Halves:
@@ -109,7 +106,7 @@ SHAPES = [(8, 5, [0, 1, 2, 3]), (8, 20, [0, 1, 2, 3]), (7, 3, [4, 5, 6]), (12, 4
 @pytest.mark.parametrize("reduction", ["batch", "halves"])
 @pytest.mark.parametrize(("size", "bins", "first"), SHAPES)
 def test_zero_shot_loss_equals_a_naive_loop(size: int, bins: int, first: list[int], reduction) -> None:
-    z, v = histograms(size, bins).requires_grad_(), random(9, 3).requires_grad_()
+    z, v = histograms(size, bins).requires_grad_(), randn(9, 3).requires_grad_()
     labels = torch.arange(size) // 2
     halves = rows_of(first, size)
     value = zero_shot_loss(z, labels, v, halves, ridge=0.05, softmax_scale=9.5, reduction=reduction)
@@ -121,7 +118,7 @@ def test_zero_shot_loss_equals_a_naive_loop(size: int, bins: int, first: list[in
 
 @pytest.mark.parametrize(("size", "bins", "first"), SHAPES)
 def test_cross_batch_loss_equals_a_naive_loop(size: int, bins: int, first: list[int]) -> None:
-    z, y = histograms(size, bins).requires_grad_(), random(size, 4).requires_grad_()
+    z, y = histograms(size, bins).requires_grad_(), randn(size, 4).requires_grad_()
     labels = torch.arange(size) // 2
     halves = rows_of(first, size)
     value = cross_batch_loss(z, y, labels, halves, pair_loss, ridge=0.05)
@@ -132,7 +129,7 @@ def test_cross_batch_loss_equals_a_naive_loop(size: int, bins: int, first: list[
 
 
 def test_reconstruction_equals_a_naive_loop() -> None:
-    made, y = random(6, 4), random(6, 4, seed=2)
+    made, y = randn(6, 4), randn(6, 4, seed=2)
     value = ReconstructionRegularizer(0.01)(ModelOutput(y, {"reconstruction": made, "pooled": y}), labels(6), pair_loss)
     close(value, torch.stack([sum((made[i] - y[i]) ** 2) for i in range(6)]).mean())
 
@@ -144,7 +141,7 @@ def labels(size: int, images: int = 2) -> Tensor:
 @pytest.mark.parametrize("forgetting", [1.0, 0.7])
 def test_recursive_prototypes_are_the_fit_to_all_batches_forgotten_exponentially(forgetting: float) -> None:
     regularizer = RecursiveRegularizer(0.01, 3, 2, forgetting=forgetting, ridge=0.1)
-    batches = [(histograms(4 + k, 3, seed=k), random(4 + k, 2, seed=10 + k)) for k in range(4)]
+    batches = [(histograms(4 + k, 3, seed=k), randn(4 + k, 2, seed=10 + k)) for k in range(4)]
     previous = torch.zeros(3, 2, dtype=torch.float64)
     old_normal = 0.1 * torch.eye(3, dtype=torch.float64)
     for k, (z, y) in enumerate(batches):
@@ -174,7 +171,7 @@ def test_recursive_prototypes_are_the_fit_to_all_batches_forgotten_exponentially
 
 def test_recursive_prototypes_by_the_loss_stand_still_in_evaluation() -> None:
     regularizer = RecursiveRegularizer(0.01, 3, 2, penalty="dml")
-    z, y = histograms(4, 3), random(4, 2)
+    z, y = histograms(4, 3), randn(4, 2)
     output = ModelOutput(y, {"histogram": z, "pooled": y})
     made = z @ xml.solve_gram(z.T @ z, z.T @ y, ridge=0.05)
     close(regularizer(output, labels(4), pair_loss), pair_loss(made, labels(4)))
@@ -233,9 +230,9 @@ def test_zsr_with_alternating_halves_equals_public_code_on_a_batch_of_collages()
     # 2.7851536254036184: ZSRLoss of pytorch/gsp/zsr_loss.py (b765b889) in float64, given rows [::2], then [1::2], which
     # it halves in the middle.
     zsr = ZeroShotRegularizer(0.5, 16, 6, halves="alternate").double()
-    zsr.label_embeddings.data = 0.1 * random(16, 6, seed=3)
+    zsr.label_embeddings.data = 0.1 * randn(16, 6, seed=3)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    output = ModelOutput(random(64, 6), {"histogram": histograms(64, 12)[order]})
+    output = ModelOutput(randn(64, 6), {"histogram": histograms(64, 12)[order]})
     close(zsr(output, COLLAGE[order], pair_loss), torch.tensor(2.7851536254036184, dtype=torch.float64), 1e-6)
 
 
@@ -264,7 +261,7 @@ def test_draws_follow_the_seed_and_go_on_after_a_resume_whatever_else_draws() ->
 
 
 def test_repeated_splits_are_averaged() -> None:
-    z, y = histograms(8, 5), random(8, 4)
+    z, y = histograms(8, 5), randn(8, 4)
     output = ModelOutput(y, {"histogram": z, "pooled": y})
     zsr, xml = ZeroShotRegularizer(0.1, 4, 3, num_splits=4).double(), CrossBatchRegularizer(0.01, num_splits=4)
     for regularizer in (zsr, xml):
@@ -292,7 +289,7 @@ def make(name: str, **arguments) -> Regularizer:
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_a_batch_of_one_class_counts_nothing_and_is_reported_once(name: str, size: int, caplog) -> None:
     regularizer = make(name).double()
-    z, y = histograms(size, 5).requires_grad_(), random(size, 4).requires_grad_()
+    z, y = histograms(size, 5).requires_grad_(), randn(size, 4).requires_grad_()
     output = ModelOutput(y, {"histogram": z, "pooled": y})
     for _ in range(2):
         value = regularizer(output, torch.full((size,), 3), pair_loss)
@@ -314,7 +311,7 @@ def test_a_pooling_without_prototypes_is_refused() -> None:
 
 
 def test_ridge_fit_minimizes_its_objective() -> None:
-    z, y = histograms(9, 4), random(9, 3)
+    z, y = histograms(9, 4), randn(9, 3)
     fit = ridge_predict(z, y, torch.eye(4, dtype=z.dtype), ridge=0.05).T.requires_grad_()  # [D, m]
     objective = (fit @ z.T - y.T).square().sum() + 0.05 * fit.square().sum()
     close(gradients(objective, [fit])[0], torch.zeros_like(fit))

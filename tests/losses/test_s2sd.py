@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
+from small_model import randn
 from torch import Tensor
 
 from dmlbench import build
@@ -16,10 +17,6 @@ from dmlbench.models.net import features_of
 from dmlbench.types import ModelOutput
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.usefixtures("_float64_objective")
@@ -53,7 +50,7 @@ def test_objective_and_gradients_equal_public_code(golden_tensors, golden_meta, 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_distillation_equals_a_naive_loop_and_teaches_one_side_alone(temperature: float) -> None:
-    rows, teacher = random(5, 3).requires_grad_(), random(5, 7, seed=1).requires_grad_()
+    rows, teacher = randn(5, 3).requires_grad_(), randn(5, 7, seed=1).requires_grad_()
     value = similarity_distillation(rows, teacher, temperature=temperature)
     total = torch.zeros((), dtype=torch.float64)
     for i in range(5):

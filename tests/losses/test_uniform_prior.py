@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_model import randn
 from torch import Tensor, nn
 
 from dmlbench.losses.uniform_prior import UniformPrior
@@ -15,10 +16,6 @@ def no_loss(embeddings: Tensor, labels: Tensor) -> Tensor:
 def value_of(prior: UniformPrior, features: Tensor) -> Tensor:
     rows = torch.zeros(len(features), 2, dtype=features.dtype)
     return prior(ModelOutput(rows, {"features": features}), torch.zeros(len(features), dtype=torch.int64), no_loss)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def prior_of(features: int, **arguments) -> UniformPrior:
@@ -53,7 +50,7 @@ def test_value_and_both_gradients_equal_public_code(golden_tensors, golden_meta,
 
 
 def test_value_and_gradients_equal_a_naive_loop() -> None:
-    prior, features = prior_of(6, chunk_size=2), random(3, 6).requires_grad_()
+    prior, features = prior_of(6, chunk_size=2), randn(3, 6).requires_grad_()
     torch.manual_seed(4)
     value = value_of(prior, features)
     torch.manual_seed(4)
@@ -76,7 +73,7 @@ def test_value_and_gradients_equal_a_naive_loop() -> None:
 
 def test_the_discriminator_learns_in_every_nth_batch_of_training_also_after_a_resume() -> None:
     def learns(prior: UniformPrior) -> bool:
-        return value_of(prior, random(2, 4)).requires_grad
+        return value_of(prior, randn(2, 4)).requires_grad
 
     prior = prior_of(4, discriminator_interval=3)
     assert [learns(prior) for _ in range(5)] == [True, False, False, True, False]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_model import randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention import Cbam, Delf
@@ -15,10 +16,6 @@ from dmlbench.models.pooling.k_max import KMax
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
 from dmlbench.models.pooling.weldon import Weldon
 from dmlbench.models.projection import Projection
-
-
-def random_map(seed: int = 0, shape: tuple[int, ...] = (2, 5, 3, 4)) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def seeded(pooling: Pooling, seed: int = 1) -> Pooling:
@@ -147,7 +144,7 @@ NAIVE: list[tuple[Pooling, Callable[..., tuple[Tensor, list[float] | None]]]] = 
 def test_pooling_and_its_weights_equal_a_naive_loop(
     pooling: Pooling, naive: Callable[..., tuple[Tensor, list[float] | None]]
 ) -> None:
-    x = random_map()
+    x = randn(2, 5, 3, 4)
     pooled = seeded(pooling)(x, nn.Identity())
     for image in range(len(x)):
         expected, scores = naive(pooling, x[image])
@@ -158,7 +155,7 @@ def test_pooling_and_its_weights_equal_a_naive_loop(
 
 
 def test_tsmk_official_holds_its_attention_fixed_in_the_gradient() -> None:
-    x = random_map(3).requires_grad_()
+    x = randn(2, 5, 3, 4, seed=3).requires_grad_()
     gradients = []
     for variant in ("official", "paper"):
         pooled = seeded(Tsmk(5, variant=variant))(x, nn.Identity())
@@ -178,7 +175,7 @@ def test_weldon_counts_ties_in_the_official_variant_only() -> None:
 
 
 def test_gemax_stays_exact_for_features_of_large_norm() -> None:
-    x = 100 * random_map(5, (2, 32, 7, 7))
+    x = 100 * randn(2, 32, 7, 7, seed=5)
     exact = Gemax()(x, nn.Identity()).embedding
     torch.testing.assert_close(Gemax()(x.float(), nn.Identity()).embedding.double(), exact, atol=1e-6, rtol=1e-4)
 

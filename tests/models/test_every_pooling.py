@@ -5,84 +5,29 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_model import CHANNELS, POOLINGS, make_pooling
 from torch import Tensor
 
 from dmlbench.models.pooling.attention import Cbam, Delf
 from dmlbench.models.pooling.attention_pool import AttentionPool
-from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.gem import Gem
-from dmlbench.models.pooling.gemax import Gemax
-from dmlbench.models.pooling.global_pooling import Gap, GapGmp, Gmp
 from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.k_max import KMax
 from dmlbench.models.pooling.native import Native
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp
-from dmlbench.models.pooling.reweighting import Crow, Tsmk
-from dmlbench.models.pooling.second_order import Gsop, Solar
+from dmlbench.models.pooling.reweighting import Crow
+from dmlbench.models.pooling.second_order import Gsop
 from dmlbench.models.pooling.simpool import SimPool
-from dmlbench.models.pooling.sliced_wasserstein import SlicedWasserstein
 from dmlbench.models.pooling.transformer import Transformer
 from dmlbench.models.pooling.weldon import Weldon
 from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError
 
-CHANNELS, SIZE = 8, 6
-
-# by the height and width of the map
-POOLINGS: dict[str, Callable[[tuple[int, int]], Pooling]] = {
-    "gap": lambda size: Gap(),
-    "gmp": lambda size: Gmp(),
-    "gap_gmp": lambda size: GapGmp(),
-    "gem": lambda size: Gem(),
-    "gem_per_channel": lambda size: Gem(num_channels=CHANNELS, per_channel=True),
-    "k_max": lambda size: KMax(1),
-    "delf": lambda size: Delf(CHANNELS, num_filters=5),
-    "delf_paper_window": lambda size: Delf(CHANNELS, num_filters=5, conv_size=3, variant="paper"),
-    "cbam": lambda size: Cbam(CHANNELS),
-    "crow": lambda size: Crow(),
-    "crow_paper": lambda size: Crow(variant="paper"),
-    "tsmk": lambda size: Tsmk(SIZE),
-    "tsmk_paper": lambda size: Tsmk(SIZE, variant="paper"),
-    "weldon": lambda size: Weldon(k_max=1, k_min=1),
-    "weldon_paper": lambda size: Weldon(k_max=1, k_min=1, variant="paper"),
-    "gemax": lambda size: Gemax(),
-    "gsop": lambda size: Gsop(SIZE, size, attention_dim=6),
-    "gsop_paper": lambda size: Gsop(SIZE, size, attention_dim=6, variant="paper"),
-    "solar": lambda size: Solar(CHANNELS),
-    "solar_paper": lambda size: Solar(CHANNELS, channel_reduction=2, variant="paper"),
-    "gsp": lambda size: Gsp(SIZE, 5, memory_rows=10),
-    "gsp_residual": lambda size: Gsp(SIZE, 5, memory_rows=10, weighting="residual"),
-    "gsp_gmp": lambda size: Gsp(SIZE, 5, memory_rows=10, combine="gmp"),
-    "gsp_gem": lambda size: Gsp(SIZE, 5, memory_rows=10, combine="gem"),
-    "gsp_weighted_gmp": lambda size: Gsp(SIZE, 5, memory_rows=10, combine="weighted_gmp"),
-    "gap_histogram": lambda size: GapHistogram(SIZE, 5),
-    "gap_histogram_paper": lambda size: GapHistogram(SIZE, 5, variant="paper"),
-    "netvlad": lambda size: NetVlad(num_centers=3, feature_size=2),
-    "netvlad_paper": lambda size: NetVlad(num_centers=3, feature_size=2, variant="paper"),
-    "otp": lambda size: Otp(num_prototypes=3, feature_size=2, memory_rows=6),
-    "sliced_wasserstein": lambda size: SlicedWasserstein(SIZE, num_references=3, num_slices=4),
-    "attention_pool": lambda size: AttentionPool(CHANNELS, num_heads=2),
-    "attention_pool_concatenate": lambda size: AttentionPool(CHANNELS, num_queries=2, num_heads=2, merge="concatenate"),
-    "simpool": lambda size: SimPool(CHANNELS),
-    "simpool_official": lambda size: SimPool(CHANNELS, variant="official"),
-    "simpool_plain": lambda size: SimPool(CHANNELS, power=None),
-    "transformer": lambda size: Transformer(SIZE),
-    "transformer_sine": lambda size: Transformer(SIZE, num_layers=8, width=12, position="sine"),
-}
 BATCH_NORMALIZED = ("gsop", "gsop_paper", "solar", "solar_paper")
 MODES = [(name, False) for name in POOLINGS] + [(name, True) for name in BATCH_NORMALIZED]
-
-
-def make(name: str, size: tuple[int, int]) -> tuple[Pooling, Projection]:
-    """Prototypes start from a batch of random rows that fills the memory."""
-    torch.manual_seed(0)
-    pooling = POOLINGS[name](size).eval()
-    if isinstance(pooling, PrototypePooling):
-        pooling.observe(Pooled(torch.randn(pooling.memory.shape)), step=1)
-        assert pooling.started
-    return pooling, Projection(CHANNELS, pooling.input_width(SIZE))
 
 
 def parts_of(pooled: Pooled) -> list[Tensor]:
@@ -95,7 +40,7 @@ def test_maps_of_any_form_memory_format_and_precision_are_pooled(
     name: str, training: bool, shape: tuple[int, int, int]
 ) -> None:
     batch, height, width = shape
-    pooling, project = make(name, (height, width))
+    pooling, project = make_pooling(name, (height, width))
     pooling.train(training)
     # numbers that bfloat16 holds exactly: what differs then is the arithmetic
     x = (torch.rand(batch, CHANNELS, height, width, generator=torch.Generator().manual_seed(3)) + 0.1).bfloat16()
@@ -129,7 +74,7 @@ def test_maps_of_any_form_memory_format_and_precision_are_pooled(
 def test_equal_features_give_finite_values_and_gradients(
     name: str, training: bool, size: tuple[int, int], value: float
 ) -> None:
-    pooling, project = make(name, size)
+    pooling, project = make_pooling(name, size)
     pooling.train(training)
     x = torch.full((2, CHANNELS, *size), value, requires_grad=True)
     pooled = pooling(x, project)
@@ -143,7 +88,7 @@ def test_equal_features_give_finite_values_and_gradients(
 
 @pytest.mark.parametrize("name", POOLINGS)
 def test_nan_in_a_map_reaches_its_embedding_and_no_other(name: str) -> None:
-    pooling, project = make(name, (3, 3))
+    pooling, project = make_pooling(name, (3, 3))
     x = torch.rand(3, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(4))
     x[1, 2, 0, 1] = torch.nan
     pooled = pooling(x, project)
@@ -157,7 +102,7 @@ def test_nan_in_a_map_reaches_its_embedding_and_no_other(name: str) -> None:
 # Crow("paper") jumps where a feature changes its sign, Tsmk("official") stops a gradient on purpose.
 @pytest.mark.parametrize(("name", "training"), [mode for mode in MODES if mode[0] not in ("crow_paper", "tsmk")])
 def test_gradient_equals_finite_differences(name: str, training: bool) -> None:
-    pooling, project = make(name, (2, 3))
+    pooling, project = make_pooling(name, (2, 3))
     pooling.double().train(training)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -176,7 +121,7 @@ def test_gradient_equals_finite_differences(name: str, training: bool) -> None:
 
 @pytest.mark.parametrize("name", POOLINGS)
 def test_a_copy_of_the_state_gives_the_same_embedding(name: str) -> None:
-    pooling, project = make(name, (2, 3))
+    pooling, project = make_pooling(name, (2, 3))
     copy = POOLINGS[name]((2, 3)).eval()
     copy.load_state_dict(pooling.state_dict())
     x = torch.randn(2, CHANNELS, 2, 3)
@@ -186,7 +131,7 @@ def test_a_copy_of_the_state_gives_the_same_embedding(name: str) -> None:
 @pytest.mark.parametrize("name", POOLINGS)
 @pytest.mark.parametrize("size", [(3, 4), (1, 1)])
 def test_contributions_are_shares(name: str, size: tuple[int, int]) -> None:
-    pooling, project = make(name, size)
+    pooling, project = make_pooling(name, size)
     shares = pooling.contributions(torch.randn(2, CHANNELS, *size), project)
     if name in ("gemax", "sliced_wasserstein"):
         assert shares is None
@@ -200,7 +145,7 @@ ANY_WIDTH = ("gap", "gmp", "gap_gmp", "gem", "k_max", "crow", "crow_paper", "wel
 
 @pytest.mark.parametrize("name", [name for name in POOLINGS if name not in ANY_WIDTH])
 def test_other_channels_or_widths_are_rejected(name: str) -> None:
-    pooling, project = make(name, (2, 2))
+    pooling, project = make_pooling(name, (2, 2))
     with pytest.raises(ConfigError, match=rf"{CHANNELS + 1}|{project.out_features + 1}"):
         pooling(torch.rand(1, CHANNELS + 1, 2, 2), Projection(CHANNELS + 1, project.out_features + 1))
 

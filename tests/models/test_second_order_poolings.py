@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
+from small_model import randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Variant
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.second_order import Gsop, Solar
 from dmlbench.models.projection import Projection
-
-
-def random_map(seed: int = 0, shape: tuple[int, ...] = (2, 5, 3, 4)) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def draw(pooling: Gsop | Solar, seed: int = 1) -> None:
@@ -71,7 +68,7 @@ def test_gsop_equals_a_naive_loop_on_a_map_that_is_not_square(variant: Variant, 
     pooling = Gsop(5, (3, 4), attention_dim=6, variant=variant)
     draw(pooling)
     pooling.train(training)
-    x, official = random_map(), variant == "official"
+    x, official = randn(2, 5, 3, 4), variant == "official"
     flat = x.flatten(2)
     positive = flat.clamp(min=0)
     reduced = naive_norm(pooling.channel_norm, naive_convolution(pooling.channel_reduce, positive), training=training)
@@ -95,7 +92,7 @@ def test_solar_equals_a_naive_loop_on_a_map_that_is_not_square(channel_reduction
     pooling = Solar(5, channel_reduction=channel_reduction)
     draw(pooling)
     pooling.train(training)
-    x = random_map() + 1
+    x = randn(2, 5, 3, 4) + 1
     flat = x.flatten(2)
     query = naive_norm(pooling.query_norm, naive_convolution(pooling.query, flat), training=training).clamp(min=0)
     key = naive_norm(pooling.key_norm, naive_convolution(pooling.key, flat), training=training).clamp(min=0)
@@ -116,7 +113,7 @@ def test_solar_equals_a_naive_loop_on_a_map_that_is_not_square(channel_reduction
 
 
 def test_solar_of_the_paper_starts_as_gem() -> None:
-    x = random_map(4).float().abs()
+    x = randn(2, 5, 3, 4, seed=4).float().abs()
     project = Projection(5, 4)
     expected = Gem()(x, project).embedding
     assert torch.equal(Solar(5, variant="paper")(x, project).embedding, expected)
@@ -126,7 +123,7 @@ def test_solar_of_the_paper_starts_as_gem() -> None:
 @pytest.mark.parametrize("name", ["gsop", "solar"])
 def test_running_statistics_change_in_training_only(name: str) -> None:
     pooling: Gsop | Solar = Gsop(5, (3, 4), attention_dim=6) if name == "gsop" else Solar(5)
-    x = random_map(5).float()
+    x = randn(2, 5, 3, 4, seed=5).float()
 
     def statistics() -> dict[str, Tensor]:
         return {key: tensor.clone() for key, tensor in pooling.named_buffers()}
@@ -148,7 +145,7 @@ def test_a_single_value_per_channel_becomes_the_bias_in_training() -> None:
     draw(solar)
     before = {key: value.clone() for key, value in solar.named_buffers()}
     norm = solar.query_norm.train()
-    x = random_map(6, (1, 3, 1, 1)).requires_grad_()
+    x = randn(1, 3, 1, 1, seed=6).requires_grad_()
     out = norm(x)
     assert torch.allclose(out.flatten(), norm.bias)
     assert not torch.autograd.grad(out.sum(), x)[0].any()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from small_model import CHANNELS, SIZE, randn
 from timm.layers.attention_pool import AttentionPoolLatent
 from timm.layers.other_pool import SimPool2d
 from torch import Tensor, nn
@@ -15,12 +16,6 @@ from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.pooling.simpool import SimPool
 from dmlbench.models.pooling.transformer import EncoderLayer, Transformer
 from dmlbench.models.projection import Projection
-
-CHANNELS, SIZE = 8, 6
-
-
-def random_map(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def shaken(pooling: Pooling) -> Pooling:
@@ -166,13 +161,13 @@ def test_value_weights_and_all_gradients_equal_naive_loops(
     torch.manual_seed(0)
     pooling = shaken(build())
     project = projection_for(pooling)
-    x = random_map(2, CHANNELS, 2, 3).requires_grad_()
+    x = randn(2, CHANNELS, 2, 3).requires_grad_()
     leaves = [x, project.weight, *pooling.parameters()]
     pooled = pooling(x, project)
     embedding, weights = naive(pooling, x, project)
     torch.testing.assert_close(pooled.embedding, embedding, atol=1e-10, rtol=1e-9)
     torch.testing.assert_close(pooled.side["weights"], weights.view(2, 2, 3), atol=1e-10, rtol=1e-9)
-    cotangents = random_map(*embedding.shape, seed=2), random_map(2, 6, seed=3)
+    cotangents = randn(*embedding.shape, seed=2), randn(2, 6, seed=3)
     grads = torch.autograd.grad((embedding * cotangents[0]).sum() + (weights * cotangents[1]).sum(), leaves)
     loss = (pooled.embedding * cotangents[0]).sum() + (pooled.side["weights"].flatten(1) * cotangents[1]).sum()
     for own, expected in zip(torch.autograd.grad(loss, leaves), grads, strict=True):
@@ -194,7 +189,7 @@ def test_attention_pool_equals_the_layer_of_timm_without_its_output_layers(queri
         theirs.kv.weight.copy_(torch.cat([pooling.key.weight, pooling.value.weight]))
         key_bias = torch.randn(CHANNELS)  # changes nothing
         theirs.kv.bias.copy_(torch.cat([key_bias, pooling.value.bias]))
-        x = random_map(3, CHANNELS, 2, 4)
+        x = randn(3, CHANNELS, 2, 4)
         expected = theirs(pooling.norm(x.flatten(2).transpose(1, 2)))
         project = projection_for(pooling)
         torch.testing.assert_close(pooling(x, project).embedding, project(expected))
@@ -207,7 +202,7 @@ def test_simpool_without_a_power_equals_the_layer_of_timm() -> None:
     state = pooling.state_dict()
     names = {"q.weight": "query.weight", "k.weight": "key.weight"}
     theirs.load_state_dict({name: state[names.get(name, name)] for name in theirs.state_dict()})
-    x, project = random_map(3, CHANNELS, 2, 4), projection_for(pooling)
+    x, project = randn(3, CHANNELS, 2, 4), projection_for(pooling)
     torch.testing.assert_close(pooling(x, project).embedding, project(theirs(x)))
 
 
@@ -217,7 +212,7 @@ def test_transformer_equals_the_encoder_of_pytorch(num_layers: int) -> None:
     pooling = shaken(Transformer(SIZE, num_layers=num_layers, num_heads=3))
     assert isinstance(pooling, Transformer)
     project = projection_for(pooling)
-    x = random_map(3, CHANNELS, 2, 4)
+    x = randn(3, CHANNELS, 2, 4)
     tokens = torch.cat([pooling.class_token.expand(3, 1, -1), project(x).flatten(2).transpose(1, 2)], dim=1)
     for own in pooling.layers:
         assert isinstance(own, EncoderLayer)
@@ -239,7 +234,7 @@ def test_transformer_equals_the_encoder_of_pytorch(num_layers: int) -> None:
 
 
 def test_transformer_is_blind_to_the_order_of_pixels_unless_it_has_positions() -> None:
-    x = random_map(2, CHANNELS, 3, 4)
+    x = randn(2, CHANNELS, 3, 4)
     mirrored = x.flip(3)
     for position, blind in (("none", True), ("sine", False)):
         pooling = shaken(Transformer(8, position=position))
@@ -250,7 +245,7 @@ def test_transformer_is_blind_to_the_order_of_pixels_unless_it_has_positions() -
 
 
 def test_only_the_official_simpool_depends_on_the_other_images_of_a_batch() -> None:
-    x, other = random_map(1, CHANNELS, 3, 4), torch.zeros(1, CHANNELS, 3, 4, dtype=torch.float64)
+    x, other = randn(1, CHANNELS, 3, 4), torch.zeros(1, CHANNELS, 3, 4, dtype=torch.float64)
     other[:, 0] = -1.0  # one channel against all others is the least that a layer norm can return
     for variant, alone in (("paper", True), ("official", False)):
         pooling = SimPool(CHANNELS, variant=variant).double()
