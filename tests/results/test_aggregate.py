@@ -21,6 +21,7 @@ from dmlbench.results.rules import COLLECTIONS, RULES, SCORES, rule_named, score
 from dmlbench.results.store import (
     EMBEDDINGS,
     RESULT,
+    RunInfo,
     find_runs,
     hashes_of,
     locked,
@@ -32,7 +33,10 @@ from dmlbench.runtime import derive_seed, write_json
 from dmlbench.types import EmbeddingSet, RunError
 
 
-def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: int = 4, **changes: object) -> None:
+def _write_runs(
+    root, coordinates, *, aggregation: str = "collections", folds: int = 4, **changes: object
+) -> list[RunInfo]:
+    """All runs in ``root``, also those of earlier calls."""
     labels = torch.arange(5).repeat_interleave(6)
     for fold, repeat in coordinates:
         path = root / "glyphs" / "mlrc" / "config-1" / f"fold{fold}_rep{repeat}"
@@ -43,14 +47,14 @@ def _write_runs(root, coordinates, *, aggregation: str = "collections", folds: i
         scores = evaluate(queries).scores
         own = {"metrics": {"val": scores, "test": scores}, "monitor": "map_at_r", **hashes_of(path)}
         write_run(path, "pooling: {p: 3}\n", aggregation=aggregation, num_folds=folds, **own | changes)
+    return find_runs(root)
 
 
 ALL = list(itertools.product(range(4), range(3)))
 
 
 def test_twelve_runs_give_81_collections_with_the_closed_form(tmp_path) -> None:
-    _write_runs(tmp_path, ALL)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL)
     summary = aggregate_config(runs, progress=False)
     raw = np.array([[summary["raw"][f"fold{f}_rep{r}"]["map_at_r"] for r in range(3)] for f in range(4)])
     separated = summary["scores"]["separated"]["map_at_r"]
@@ -66,8 +70,7 @@ def test_twelve_runs_give_81_collections_with_the_closed_form(tmp_path) -> None:
 
 
 def test_two_processes_do_not_summarize_one_config_at_a_time(tmp_path) -> None:
-    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2)
     with locked(runs[0].path.parent), pytest.raises(RunError, match="in use by process"):
         aggregate_config(runs, progress=False)
     aggregate_config(runs, progress=False)
@@ -76,8 +79,7 @@ def test_two_processes_do_not_summarize_one_config_at_a_time(tmp_path) -> None:
 def test_runs_with_distances_of_their_own_are_joined_by_these(tmp_path) -> None:
     from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, LpDistance
 
-    _write_runs(tmp_path, ALL)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL)
     unit = aggregate_config(runs, progress=False)["scores"]["concatenated"]
 
     def joined(distance: BaseDistance) -> object:
@@ -134,8 +136,7 @@ def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
 
 
 def test_collapsed_and_copied_embeddings_are_told_under_the_table(tmp_path) -> None:
-    _write_runs(tmp_path, ALL)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL)
     shutil.copy(runs[0].path / EMBEDDINGS, runs[1].path / EMBEDDINGS)
     write_result(runs[1].path, read_result(runs[1].path) | hashes_of(runs[1].path) | {"degenerate": ["3 zero vectors"]})
     summary = aggregate_config(find_runs(tmp_path), progress=False)
@@ -183,8 +184,7 @@ def test_scores_by_other_metrics_are_kept(tmp_path) -> None:
 
 
 def test_scores_requested_later_are_computed_once(tmp_path, monkeypatch) -> None:
-    _write_runs(tmp_path, ALL)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL)
     usual = aggregate_config(runs, progress=False)
     later = EvaluationSpec(metrics=("map_at_r", "ndcg_at_10", "precision_at_10", "map_at_10"))
     summary = aggregate_config(runs, later, progress=False)
@@ -211,8 +211,7 @@ def test_scores_requested_later_are_computed_once(tmp_path, monkeypatch) -> None
 
 
 def test_kept_scores_of_other_embeddings_are_not_used(tmp_path) -> None:
-    _write_runs(tmp_path, ALL[:1])
-    run = find_runs(tmp_path)[0]
+    (run,) = _write_runs(tmp_path, ALL[:1])
     result = read_result(run.path)
     del result["embeddings_sha256"]  # as of versions that did not know it
     write_result(run.path, result)
@@ -240,9 +239,8 @@ def test_a_rule_of_another_package_is_found_by_its_name() -> None:
 
 
 def test_clusters_of_another_seed_are_computed_again(tmp_path) -> None:
-    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans="faiss, seed 7",
-                metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans="faiss, seed 7",
+                       metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
     spec = EvaluationSpec(metrics=("nmi",))
     summary = aggregate_config(runs, spec, progress=False)
     stored = load_embeddings(runs[0].path / EMBEDDINGS).queries
@@ -253,9 +251,8 @@ def test_clusters_of_another_seed_are_computed_again(tmp_path) -> None:
 
 def test_a_run_keeps_its_own_kmeans_unless_another_one_is_asked_for(tmp_path) -> None:
     own = EvaluationSpec(kmeans_library="scikit-learn", kmeans_init="k-means++", kmeans_restarts=10)
-    _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans=own.kmeans,
-                metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans=own.kmeans,
+                       metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
     kept = aggregate_config(runs, EvaluationSpec(metrics=("nmi",)), progress=False)
     assert (kept["raw"]["fold0_rep0"]["nmi"], kept["kmeans"]) == (0.111, own.kmeans)
     asked = EvaluationSpec(metrics=("nmi",), kmeans_library="scikit-learn", kmeans_max_steps=5)
@@ -301,8 +298,7 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("content", ["[]", '{"schema": 1}', "\xff", ""])
 def test_a_damaged_summary_is_said_and_made_again(tmp_path, caplog, content) -> None:
-    _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     config_dir = runs[0].path.parent
     summary = aggregate_config(runs, progress=False)
     (config_dir / AGGREGATE).write_bytes(content.encode("latin-1"))
@@ -316,8 +312,7 @@ def test_a_damaged_summary_is_said_and_made_again(tmp_path, caplog, content) -> 
 
 
 def test_what_killed_summaries_left_is_removed(tmp_path) -> None:
-    _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, [(0, 0)], folds=1, num_repeats=1)
     aggregate_config(runs, progress=False)
     left = [runs[0].path.parent / f".{AGGREGATE}.0badcafe.tmp", runs[0].path / f".{SCORES}.0badcafe.tmp"]
     for file in left:
@@ -327,8 +322,7 @@ def test_what_killed_summaries_left_is_removed(tmp_path) -> None:
 
 
 def test_a_summary_of_fewer_scores_than_its_runs_have_stays_as_it_is(tmp_path) -> None:
-    _write_runs(tmp_path, ALL[:4], folds=2)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL[:4], folds=2)
     spec = EvaluationSpec(metrics=("p_at_1",))
     first = aggregate_config(runs, spec, progress=False, allow_partial=True)
     assert first["scores"]["separated"].keys() > first["scores"]["concatenated"].keys() == {"p_at_1"}
@@ -337,8 +331,7 @@ def test_a_summary_of_fewer_scores_than_its_runs_have_stays_as_it_is(tmp_path) -
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "no table", "another digit"])
 def test_collections_that_are_missing_or_damaged_are_made_again(tmp_path, damage: str) -> None:
-    _write_runs(tmp_path, ALL[:4], folds=2)
-    runs = find_runs(tmp_path)
+    runs = _write_runs(tmp_path, ALL[:4], folds=2)
     aggregate_config(runs, progress=False, allow_partial=True)
     file = runs[0].path.parent / COLLECTIONS
     whole = file.read_bytes()
