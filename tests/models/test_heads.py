@@ -1,6 +1,7 @@
 """Heads that cut or concatenate embeddings: unit parts (DiVA) and concatenated levels."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from composed import arguments
 from torch import Tensor
 
 from dmlbench.apps.embeddings import evaluate_from
-from dmlbench.cli.main import main
 from dmlbench.models.concatenated_levels import ConcatenatedLevels
 from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
@@ -91,14 +91,15 @@ def test_what_does_not_fit_is_named() -> None:
         ["head=concatenated_levels", "pooling=gap", "backbone=resnet20_levels"],
     ],
 )
-def test_a_run_is_trained_tested_and_evaluated_from_its_checkpoint(tmp_path: Path, head: list[str]) -> None:
+def test_a_run_is_trained_tested_and_evaluated_from_its_checkpoint(
+    command: Callable[..., str], tmp_path: Path, head: list[str]
+) -> None:
     small = ["dataset.table.num_classes=16", "dataset.table.images_per_class=4", "dataset.table.image_size=32",
              "device=cpu", "fit.max_steps=2", "fit.validate_every=2", "sampler.classes_per_batch=4", "num_workers=0",
              f"paths.output_dir={tmp_path}", f"paths.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
-    with pytest.raises(SystemExit) as info:
-        main(["train", *head, *small])
+    command("train", *head, *small)
     (path,) = tmp_path.rglob("result.json")
-    assert info.value.code == 0 and json.loads(path.read_text())["steps"] == 2
+    assert json.loads(path.read_text())["steps"] == 2
     again = evaluate_from(arguments("evaluate", f"run={path.parent}", "from_checkpoint=true", "device=cpu"))
     assert again.evaluation.scores == again.stored and again.queries.rows.shape[1] == 128
     parts = again.queries.rows.unflatten(1, (4, 32) if "head=unit_parts" in head else (2, 64))

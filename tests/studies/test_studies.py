@@ -1,5 +1,6 @@
 """Studies that train no network: their numbers by closed forms, and what a study leaves."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ from composed import arguments
 from PIL import Image
 from torch import nn
 
-from dmlbench.cli.main import main
 from dmlbench.runtime import read_json
 from dmlbench.studies import gsp_timing, two_moons
 from dmlbench.studies.record import Parts, conduct_study
@@ -29,15 +29,10 @@ def test_the_boundary_of_a_line_is_as_long_as_the_line() -> None:
 
 
 def test_a_study_leaves_its_record_and_is_not_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def study(*overrides: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            main(["study", "two_moons", *MOONS, *overrides, f"paths.output_dir={tmp_path}"])
-        return int(ended.value.code or 0)
-
-    assert study() == 0
-    printed = capsys.readouterr().out
+    study = ["study", "two_moons", *MOONS, f"paths.output_dir={tmp_path}"]
+    printed = command(*study)
     files = {path.suffix: path for path in (tmp_path / "studies").iterdir()}
     assert set(files) == {".json", ".md", ".csv", ".png"}
     assert files[".md"].read_text() in printed and "| 3.4, figure 3 | the smaller T, the better the sampl" in printed
@@ -48,10 +43,9 @@ def test_a_study_leaves_its_record_and_is_not_computed_again(
     before = record["parts"]
     monkeypatch.setattr(two_moons, "train", lambda *a, **k: pytest.fail("computed again"))
     files[".png"].unlink()
-    assert study() == 0
+    command(*study)
     assert files[".png"].exists() and read_json(files[".json"])["parts"] == before
-    assert study("steps=16") == 1
-    assert "steps: 15 there, 16 asked for" in capsys.readouterr().err
+    assert "steps: 15 there, 16 asked for" in command(*study, "steps=16", code=1)
 
 
 def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> None:
@@ -107,10 +101,8 @@ def test_the_transport_is_timed_beside_a_network(tmp_path: Path) -> None:
     assert of_k["30"]["both"] > of_k["1"]["both"] > 0
 
 
-def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["study", "--help"])
-    assert ended.value.code in (0, None) and "  gsp_timing " in capsys.readouterr().out
+def test_studies_are_listed(command: Callable[..., str]) -> None:
+    assert "  gsp_timing " in command("study", "--help")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +124,6 @@ def test_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["object_size", "edges=[0,0.5]"], "edges: got [0.0, 0.5], expected numbers that ascend from 0 to 1"),
     ],
 )
-def test_errors_of_studies(arguments, message, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["study", *arguments, *([f"paths.output_dir={tmp_path}"] if len(arguments) > 1 else [])])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+def test_errors_of_studies(command: Callable[..., str], arguments, message, tmp_path: Path) -> None:
+    output = [f"paths.output_dir={tmp_path}"] if len(arguments) > 1 else []
+    assert message in command("study", *arguments, *output, code=2)
