@@ -120,9 +120,10 @@ def _set_weights(objective: Objective, record: dict[str, np.ndarray], batch: str
     return None
 
 
+@pytest.mark.usefixtures("_float64_objective")
 @pytest.mark.parametrize("batch", ["b0", "b1", "b2"])
 @pytest.mark.parametrize("name", TORCH)
-def test_equals_public_torch_code(golden, monkeypatch, name: str, batch: str) -> None:
+def test_equals_public_torch_code(golden, name: str, batch: str) -> None:
     record = golden("losses_torch")
     if f"{batch}_{name}_loss" not in record:
         assert (name, batch) in [("xbm_repo_ms_hardmining_a2_b40", b) for b in ("b1", "b2")]  # that code fails there
@@ -132,7 +133,6 @@ def test_equals_public_torch_code(golden, monkeypatch, name: str, batch: str) ->
     if "fixed_triplets" in name:
         triplets = tuple(torch.tensor(record[f"{batch}_triplets"]).long().T)
         objective.miner = lambda x, y: triplets
-    monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # the record is in float64
     value, gradient = take(
         objective, torch.tensor(record[f"{batch}_embeddings"]), torch.tensor(record[f"{batch}_labels"])
     )
