@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
+from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.pooling.attention import Cbam, Delf
 from dmlbench.models.pooling.attention_pool import AttentionPool
 from dmlbench.models.pooling.base import Pooled, Pooling
@@ -95,6 +97,27 @@ class CountedBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+
+
+def avsl_distance(
+    num_levels: int = 3, level_size: int = 24, *, top_k: int | None = None, seed: int = 0, **options: Any
+) -> AvslDistance:
+    """A distance in float64 with edges of both signs and reliabilities all over (0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    distance = AvslDistance(num_levels, level_size, top_k=top_k or max(1, level_size // 4), **options).double()
+    with torch.no_grad():
+        distance.edges.copy_(torch.rand(distance.edges.shape, generator=generator) - 0.1)
+        distance.alpha.copy_(torch.randn(distance.alpha.shape, generator=generator))
+        distance.beta.copy_(torch.randn(distance.beta.shape, generator=generator) / 3)
+        distance.updates.fill_(1)
+    return distance
+
+
+def avsl_rows(distance: AvslDistance, count: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = (count, distance.num_levels, distance.level_size)
+    e = normalize(torch.randn(size, generator=generator, dtype=torch.float64), dim=-1)
+    return distance.pack(e, torch.rand(size, generator=generator, dtype=torch.float64))
 
 
 class SmallModel(nn.Module):

@@ -7,22 +7,16 @@ import torch
 from numpy.testing import assert_allclose
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.losses import ProxyAnchorLoss
+from small_model import avsl_distance, avsl_rows
 
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
-from dmlbench.models.avsl_distance import AvslDistance
 
 L, R = 3, 6
 
 
-def sample(*, count=8, classes=4, inference="rectified", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    distance = AvslDistance(L, R, top_k=3, inference=inference).double()
-    distance.edges.copy_(torch.rand(distance.edges.shape, generator=generator))
-    distance.updates.fill_(1)
-    e = torch.randn(count, L, R, generator=generator, dtype=torch.float64)
-    c = torch.rand(count, L, R, generator=generator, dtype=torch.float64)
-    rows = distance.pack(torch.nn.functional.normalize(e, dim=-1), c).requires_grad_(True)
-    return distance, rows, torch.arange(count) % classes
+def sample(**options):
+    distance = avsl_distance(L, R, top_k=3, **options)
+    return distance, avsl_rows(distance, 8).requires_grad_(), torch.arange(8) % 4
 
 
 def test_proxy_anchor_of_distances_is_the_recorded_one(golden_tensors):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from small_model import avsl_distance, avsl_rows
 
 from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance
@@ -102,18 +103,9 @@ def test_evaluation_and_attribution_are_the_recorded_ones(recorded):
         assert_allclose(found.reliabilities[:, level].detach(), expected, rtol=1e-9)
 
 
-def trained(*, num_levels=3, level_size=12, top_k=5, count=7, seed=0, **options):
-    """A distance with positive edges, and rows."""
-    generator = torch.Generator().manual_seed(seed)
-    distance = AvslDistance(num_levels, level_size, top_k=top_k, **options).double()
-    with torch.no_grad():
-        distance.edges.copy_(torch.rand(distance.edges.shape, generator=generator))
-        distance.alpha.copy_(3 * torch.randn(distance.alpha.shape, generator=generator))
-        distance.beta.copy_(torch.randn(distance.beta.shape, generator=generator) / 3)
-        distance.updates.fill_(1)
-    e = torch.randn(count, num_levels, level_size, generator=generator, dtype=torch.float64)
-    c = torch.rand(count, num_levels, level_size, generator=generator, dtype=torch.float64)
-    return distance, distance.pack(torch.nn.functional.normalize(e, dim=-1), c)
+def trained(*, level_size=12, top_k=5, count=7, **options):
+    distance = avsl_distance(level_size=level_size, top_k=top_k, **options)
+    return distance, avsl_rows(distance, count)
 
 
 def naive(distance, x, y):

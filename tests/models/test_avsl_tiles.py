@@ -7,9 +7,10 @@ from typing import get_args
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from small_model import avsl_distance, avsl_rows
 
 from dmlbench.models import avsl_tiles
-from dmlbench.models.avsl_distance import AvslDistance, Inference
+from dmlbench.models.avsl_distance import Inference
 from dmlbench.models.avsl_tiles import AvslTiles
 from dmlbench.runtime import single_threaded_torch
 
@@ -20,23 +21,10 @@ def _one_thread():
         yield
 
 
-def trained(*, num_levels=3, level_size=24, seed=0, **options):
-    """A distance in float64 with edges of both signs and reliabilities all over (0, 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    distance = AvslDistance(num_levels, level_size, top_k=max(1, level_size // 4), **options).double()
-    with torch.no_grad():
-        distance.edges.copy_(torch.rand(distance.edges.shape, generator=generator) - 0.1)
-        distance.alpha.copy_(torch.randn(distance.alpha.shape, generator=generator))
-        distance.beta.copy_(torch.randn(distance.beta.shape, generator=generator) / 3)
-        distance.updates.fill_(1)
-    return distance
-
-
-def rows_of(distance, count, *, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    size = (count, distance.num_levels, distance.level_size)
-    e = torch.nn.functional.normalize(torch.randn(size, generator=generator, dtype=torch.float64), dim=-1)
-    return distance.pack(e, torch.rand(size, generator=generator, dtype=torch.float64))
+def sample(queries, gallery, **options):
+    """A distance, and rows of queries and of a gallery."""
+    distance = avsl_distance(**options)
+    return distance, avsl_rows(distance, queries), avsl_rows(distance, gallery, seed=1)
 
 
 def all_pairs(distance, queries, gallery):
@@ -54,8 +42,7 @@ def small_chunks(distance, **options):
 @pytest.mark.parametrize("inference", get_args(Inference))
 @pytest.mark.parametrize("num_levels", [2, 3, 4])
 def test_tiles_are_the_formula_over_all_pairs(num_levels, inference, variant):
-    distance = trained(num_levels=num_levels, inference=inference, variant=variant)
-    x, y = rows_of(distance, 9), rows_of(distance, 11, seed=1)
+    distance, x, y = sample(9, 11, num_levels=num_levels, inference=inference, variant=variant)
     expected = all_pairs(distance, x, y)
     for tiles in (AvslTiles(distance), small_chunks(distance)):
         assert_allclose(tiles(x, y), expected, rtol=1e-12, atol=1e-14)
@@ -69,8 +56,7 @@ def test_tiles_are_the_formula_over_all_pairs(num_levels, inference, variant):
 @pytest.mark.parametrize(("queries", "gallery"), [(0, 3), (3, 0), (0, 0), (1, 1), (1, 200), (200, 1), (3, 53), (37, 2)])
 @pytest.mark.parametrize("inference", ["rectified", "concat"])
 def test_any_number_of_rows(queries, gallery, inference):
-    distance = trained(level_size=7, inference=inference)
-    x, y = rows_of(distance, queries), rows_of(distance, gallery, seed=1)
+    distance, x, y = sample(queries, gallery, level_size=7, inference=inference)
     for tiles in (AvslTiles(distance), small_chunks(distance)):
         found = tiles(x, y)
         assert found.shape == (queries, gallery)
@@ -78,15 +64,14 @@ def test_any_number_of_rows(queries, gallery, inference):
 
 
 def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
-    distance = trained()
-    x, y = rows_of(distance, 5), rows_of(distance, 6, seed=1)
+    distance, x, y = sample(5, 6)
     with_grad = distance.compute_mat(x, y)
     assert with_grad.requires_grad
     with torch.no_grad():
         found = distance.compute_mat(x, y)
     assert found.dtype == torch.float64 and not found.requires_grad
     assert_allclose(found, with_grad.detach(), rtol=1e-12, atol=1e-14)
-    single = trained().float()
+    single = avsl_distance().float()
     with torch.no_grad():
         assert single.compute_mat(x.float(), y.float()).dtype == torch.float32
         assert single.compute_mat(x, y).dtype == torch.float64
@@ -96,8 +81,8 @@ def test_compute_mat_without_grad_is_that_with_grad_in_the_rows_type():
 @pytest.mark.parametrize("inference", ["rectified", "reliable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_images_are_0_apart_and_equally_far_from_others(inference, dtype):
-    distance = trained(level_size=64, inference=inference)
-    x, y = rows_of(distance, 3).to(dtype), rows_of(distance, 101, seed=1).to(dtype)
+    distance = avsl_distance(level_size=64, inference=inference)
+    x, y = avsl_rows(distance, 3).to(dtype), avsl_rows(distance, 101, seed=1).to(dtype)
     y[[0, 13, 50, 99, 100]] = y[7].clone()
     x[1] = y[7]
     for tiles in (AvslTiles(distance, dtype=dtype), small_chunks(distance, dtype=dtype)):
@@ -110,8 +95,8 @@ def test_equal_images_are_0_apart_and_equally_far_from_others(inference, dtype):
 
 
 def test_threads_have_their_own_arrays():
-    distance = trained()
-    rows = [rows_of(distance, 20, seed=seed) for seed in range(8)]
+    distance = avsl_distance()
+    rows = [avsl_rows(distance, 20, seed=seed) for seed in range(8)]
     tiles = small_chunks(distance)
     alone = [tiles(x, rows[0]) for x in rows]
     with ThreadPoolExecutor(4) as pool:
@@ -122,8 +107,7 @@ def test_threads_have_their_own_arrays():
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("second", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_one_object_serves_under_every_mode(first, second):
-    distance = trained()
-    x, y = rows_of(distance, 4), rows_of(distance, 5, seed=1)
+    distance, x, y = sample(4, 5)
     with first():
         tiles = distance.tiles()
         one = tiles(x, y)
@@ -134,8 +118,8 @@ def test_one_object_serves_under_every_mode(first, second):
 
 
 def test_later_training_does_not_change_tiles():
-    distance = trained()
-    x = rows_of(distance, 4)
+    distance = avsl_distance()
+    x = avsl_rows(distance, 4)
     tiles = distance.tiles()
     before = tiles(x, x)
     with torch.no_grad():
@@ -147,8 +131,7 @@ def test_later_training_does_not_change_tiles():
 
 @pytest.mark.parametrize("num_levels", [2, 4])
 def test_what_the_compiler_fuses_is_the_formula(num_levels):
-    distance = trained(num_levels=num_levels)
-    x, y = rows_of(distance, 5), rows_of(distance, 6, seed=1)
+    distance, x, y = sample(5, 6, num_levels=num_levels)
     (e, c), (f, d) = distance.levels(x), distance.levels(y)
     with torch.no_grad():
         scaled, beta = distance.gain * distance.alpha * c[:, None, 1:], distance.gain * distance.beta
@@ -162,8 +145,7 @@ def test_a_chunk_that_cannot_be_compiled_is_computed_and_said_so_once(monkeypatc
 
     monkeypatch.setattr(avsl_tiles, "_compiled", lambda: broken)
     monkeypatch.setattr(AvslTiles, "_can_compile", True)
-    distance = trained()
-    x, y = rows_of(distance, 9), rows_of(distance, 11, seed=1)
+    distance, x, y = sample(9, 11)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             found = small_chunks(distance, compiled=True)(x, y)
@@ -176,10 +158,10 @@ def test_a_chunk_that_cannot_be_compiled_is_computed_and_said_so_once(monkeypatc
 @pytest.mark.slow
 def test_compiled_chunks_are_the_formula_at_every_size(monkeypatch):
     monkeypatch.setattr(AvslTiles, "_can_compile", True)
-    distance = trained(num_levels=2)
+    distance = avsl_distance(num_levels=2)
     tiles = small_chunks(distance, compiled=True)
     for queries, gallery in ((9, 11), (20, 33)):
-        x, y = rows_of(distance, queries), rows_of(distance, gallery, seed=1)
+        x, y = avsl_rows(distance, queries), avsl_rows(distance, gallery, seed=1)
         assert_allclose(tiles(x, y), all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
     assert AvslTiles._can_compile, "the compiler failed"
 
@@ -188,8 +170,7 @@ def test_compiled_chunks_are_the_formula_at_every_size(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("inference", get_args(Inference))
 def test_tiles_on_a_gpu_are_those_on_the_host(inference):
-    distance = trained(inference=inference)
-    x, y = rows_of(distance, 40), rows_of(distance, 50, seed=1)
+    distance, x, y = sample(40, 50, inference=inference)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         found = small_chunks(distance, device="cuda", dtype=dtype)(x.cuda(), y.cuda())
         assert found.is_cuda
@@ -197,22 +178,22 @@ def test_tiles_on_a_gpu_are_those_on_the_host(inference):
 
 
 def test_arrays_are_few_and_do_not_grow_with_the_pairs():
-    distance = trained()
+    distance = avsl_distance()
     tiles = small_chunks(distance)
     for count in (3, 40):
-        tiles(rows_of(distance, count), rows_of(distance, count, seed=1))
+        tiles(avsl_rows(distance, count), avsl_rows(distance, count, seed=1))
         assert sum(array.nbytes for array in vars(tiles._buffers).values()) == tiles.working_bytes
     assert AvslTiles(distance, buffer_bytes=1).working_bytes == tiles.working_bytes  # of 16 pairs, the least
 
 
 def test_float64_tiles_of_a_float32_distance_are_exact():
-    single = trained().float()
-    x = rows_of(single, 8).float()
+    single = avsl_distance().float()
+    x = avsl_rows(single, 8).float()
     exact = single.tiles(dtype=torch.float64)(x, x)
-    assert_allclose(exact, all_pairs(trained().float().double(), x.double(), x.double()), rtol=1e-12, atol=1e-14)
+    assert_allclose(exact, all_pairs(avsl_distance().float().double(), x.double(), x.double()), rtol=1e-12, atol=1e-14)
 
 
 def test_a_tile_is_the_transposed_one_up_to_rounding():
-    tiles = trained(level_size=64).float().tiles()
-    x = rows_of(trained(level_size=64), 40).float()
+    tiles = avsl_distance(level_size=64).float().tiles()
+    x = avsl_rows(avsl_distance(level_size=64), 40).float()
     assert_allclose(tiles(x[:15], x[15:]), tiles(x[15:], x[:15]).T, rtol=1e-5, atol=1e-7)
