@@ -82,6 +82,29 @@ def difficult_set(seed: int, *, size: int = 90, dimension: int = 6) -> Embedding
     return embedding_set(np.concatenate([rows, twins, close]), labels, rng.permutation(1000)[:size])
 
 
+def nearly_constant_set() -> EmbeddingSet:
+    rng = np.random.default_rng(3)
+    return embedding_set(1 + 1e-4 * rng.normal(size=(150, 16)), rng.integers(0, 5, 150))
+
+
+@pytest.mark.parametrize(
+    ("queries", "recall_at", "skipped"),
+    [
+        *(
+            (embedding_set(np.full((size, 4), value), np.arange(size) % 3), (1, 2), 0)
+            for size in (6, 40)
+            for value in (0.0, 1.0)
+        ),
+        (nearly_constant_set(), (1, 2, 4, 8), 0),
+        *((difficult_set(seed), (1, 2, 5, 500), 3) for seed in range(4)),
+    ],
+)
+def test_scores_equal_loops(queries: EmbeddingSet, recall_at: tuple[int, ...], skipped: int) -> None:
+    result = evaluate(queries, None, EvaluationSpec(recall_at))
+    assert result.n_skipped_queries >= skipped
+    assert_equals_loops(result, by_loops(queries, None, recall_at))
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("back_end", ["torch", "faiss"])
 def test_scores_equal_recorded_values_of_other_code(golden, golden_meta, case: str, back_end: BackEnd) -> None:
@@ -114,14 +137,6 @@ def test_scores_equal_recorded_values_of_other_code(golden, golden_meta, case: s
         # The recorded mean counts queries without a positive as 0; its float32 search swaps near neighbors.
         mean = np.nan_to_num(result.per_query["oodml_map_at_1000"]).mean()
         assert mean == pytest.approx(float(recorded["oodml_mAP_1000"]), abs=1e-7)
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0])
-@pytest.mark.parametrize("size", [6, 40])
-def test_scores_equal_loops_where_all_rows_are_the_same(value: float, size: int) -> None:
-    queries = embedding_set(np.full((size, 4), value, dtype=np.float32), np.arange(size) % 3)
-    result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2)))
-    assert_equals_loops(result, by_loops(queries, None, (1, 2)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -187,12 +202,6 @@ def test_all_routes_give_equal_bits() -> None:
             assert other.scores == results[0].scores
             for name, values in results[0].per_query.items():
                 assert np.array_equal(other.per_query[name], values, equal_nan=True)
-
-
-def test_embeddings_that_nearly_coincide_are_ranked_exactly() -> None:
-    rng = np.random.default_rng(3)
-    queries = embedding_set(1 + 1e-4 * rng.normal(size=(150, 16)), rng.integers(0, 5, 150))
-    assert_equals_loops(evaluate(queries), by_loops(queries, None, (1, 2, 4, 8)))
 
 
 def test_scores_equal_those_of_pytorch_metric_learning() -> None:
@@ -330,11 +339,3 @@ def test_tables_read_back_to_the_same_numbers() -> None:
     assert list(back) == list(table)
     for name in table:
         np.testing.assert_array_equal([float(text) for text in back[name]], table[name])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_scores_equal_loops_on_duplicates_near_ties_and_one_image_classes(seed: int) -> None:
-    queries = difficult_set(seed)
-    result = evaluate(queries, None, EvaluationSpec(recall_at=(1, 2, 5, 500)))
-    assert result.n_skipped_queries >= 3
-    assert_equals_loops(result, by_loops(queries, None, (1, 2, 5, 500)))
