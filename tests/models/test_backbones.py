@@ -267,13 +267,19 @@ def test_a_run_s_checkpoint_gives_the_weights_of_its_backbone(tmp_path: Path) ->
         read_weights(tmp_path / "other.ckpt")
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_timm_network_loads_a_file_with_a_classifier(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("source", ["weights.pth", "weights.safetensors", "the cache"])
+def test_timm_network_loads_a_file_with_a_classifier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     torch.manual_seed(0)
     state = timm.create_model("resnet18", pretrained=False).state_dict()
-    path = tmp_path / f"weights{suffix}"
-    safetensors.torch.save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
-    model = TimmBackbone("resnet18", pretrained=True, weights_file=str(path))
+    path = tmp_path / ("model.safetensors" if source == "the cache" else source)
+    safetensors.torch.save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    given = {"weights_file": str(path)}
+    if source == "the cache":
+        monkeypatch.setattr(backbones, "_cached_file", lambda *_: path)
+        given = {}
+    model = TimmBackbone("resnet18", pretrained=True, **given)
     assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
 
 
@@ -286,15 +292,6 @@ def test_failing_download_says_what_to_place_where(monkeypatch: pytest.MonkeyPat
     message = r"proxy says no.*timm/resnet50\.tv_in1k.*resnet50-0676ba61\.pth.*weights_file=.*pretrained=false"
     with pytest.raises(ConfigError, match=message):
         TimmBackbone("resnet50.tv_in1k", pretrained=True)
-
-
-def test_cached_weights_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    state = timm.create_model("resnet18", pretrained=False).state_dict()
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    monkeypatch.setattr(backbones, "_cached_file", lambda *_: tmp_path / "model.safetensors")
-    model = TimmBackbone("resnet18", pretrained=True)
-    assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
 
 
 # --- errors
