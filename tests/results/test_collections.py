@@ -283,17 +283,23 @@ def test_scores_of_whole_sets_are_averaged_over_the_members_of_a_collection() ->
     assert "concatenated_nmi" not in frame
 
 
-def test_of_one_fold_is_the_paired_t_interval() -> None:
-    rng = np.random.default_rng(0)
-    a = rng.normal(0.6, 0.1, 5)
-    b = a + rng.normal(0.02, 0.01, 5)
-    found = paired_difference({(0, r): a[r] for r in range(5)}, {(0, r): b[r] for r in range(5)})
+@pytest.mark.parametrize("over", ["repeats within folds", "folds"])
+def test_of_one_fold_or_one_repeat_is_the_paired_t_interval(over: str) -> None:
+    if over == "folds":
+        a, b = np.random.default_rng(2).normal(0.5, 0.1, (2, 4))
+    else:
+        rng = np.random.default_rng(0)
+        a = rng.normal(0.6, 0.1, 5)
+        b = a + rng.normal(0.02, 0.01, 5)
+    keys = [(i, 0) if over == "folds" else (0, i) for i in range(len(a))]
+    found = paired_difference(dict(zip(keys, a, strict=True)), dict(zip(keys, b, strict=True)))
     test = stats.ttest_rel(b, a)
     expected = test.confidence_interval(0.95)
     assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert found.p_value == pytest.approx(test.pvalue, rel=1e-9)
     assert found.difference == pytest.approx(b.mean() - a.mean(), abs=1e-15)
-    assert found.n_pairs == 5
+    assert found.n_pairs == len(a)
+    assert found.over == over
 
 
 def test_what_fold_and_seed_do_to_both_configs_does_not_widen_the_interval() -> None:
@@ -313,15 +319,6 @@ def test_folds_weigh_alike_whatever_their_number_of_pairs() -> None:
     found = paired_difference(first, {(0, 0): 0.1, (0, 1): 0.3, (1, 0): 0.4})
     assert found.difference == pytest.approx(0.3)
     assert found.interval is None
-
-
-def test_of_single_pairs_is_the_paired_t_interval_over_folds() -> None:
-    rng = np.random.default_rng(2)
-    a, b = rng.normal(0.5, 0.1, (2, 4))
-    found = paired_difference({(f, 0): a[f] for f in range(4)}, {(f, 0): b[f] for f in range(4)})
-    expected = stats.ttest_rel(b, a).confidence_interval(0.95)
-    assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
-    assert found.over == "folds"
     assert paired_difference({(0, 0): 0.1}, {(0, 0): 0.2}).interval is None
 
 
