@@ -61,7 +61,13 @@ class SquaredNorm(nn.Module):
 
 
 class ToyBatches(CountedBatches):
+    """``before`` is called with the number of batches drawn so far."""
+
+    def __init__(self, before: Callable[[int], object] = lambda step: None) -> None:
+        self.before = before
+
     def __next__(self) -> Batch:
+        self.before(self.step)
         self.step += 1
         images = torch.randn(8, 1, 2, 2, generator=torch.Generator().manual_seed(self.step))
         return Batch(images, torch.arange(8) % 2, torch.arange(8))
@@ -222,14 +228,12 @@ def test_resumed_training_ends_in_the_same_bits(tmp_path, stop_at: int, changes:
     class Killed(Exception):
         pass
 
-    class Fragile(ToyBatches):
-        def __next__(self) -> Batch:
-            if self.step == stop_at:
-                raise Killed
-            return super().__next__()
+    def killed(step: int) -> None:
+        if step == stop_at:
+            raise Killed
 
     with pytest.raises(Killed):
-        _train(resumed_dir, batches=Fragile(), checkpoint_every=1, **changes)
+        _train(resumed_dir, batches=ToyBatches(killed), checkpoint_every=1, **changes)
     resumed, model2, objective2 = _train(resumed_dir, checkpoint_every=1, **changes)
     assert (resumed.step, resumed.best_step, resumed.best_score) == (whole.step, whole.best_step, whole.best_score)
     for ours, theirs in ((model, model2), (objective, objective2)):
@@ -281,14 +285,12 @@ def test_best_weights_survive_a_kill_between_the_two_checkpoints(tmp_path, monke
 
 
 def test_sigterm_saves_the_step_it_was_in_and_exits_with_its_own_code(tmp_path) -> None:
-    class Terminating(ToyBatches):
-        def __next__(self) -> Batch:
-            if self.step == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().__next__()
+    def terminated(step: int) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with StopSignal().installed() as stop, pytest.raises(Preempted) as info:
-        _train(tmp_path, batches=Terminating(), stop=stop)
+        _train(tmp_path, batches=ToyBatches(terminated), stop=stop)
     assert info.value.code == EXIT_PREEMPTED
     saved = torch.load(tmp_path / LAST, weights_only=True)
     assert saved["progress"]["step"] == 7
@@ -390,10 +392,8 @@ def test_loggers_are_told_the_history_and_the_speed_of_training_without_validati
     now = [1000.0]
     monkeypatch.setattr("dmlbench.training.fit.time.monotonic", lambda: now[0])
 
-    class Slow(ToyBatches):
-        def __next__(self) -> Batch:
-            now[0] += 0.5  # 8 images
-            return super().__next__()
+    def slow(step: int) -> None:
+        now[0] += 0.5  # 8 images
 
     def validate() -> dict[str, float]:
         now[0] += 100.0
@@ -402,7 +402,7 @@ def test_loggers_are_told_the_history_and_the_speed_of_training_without_validati
     def train(loggers: list[Recorder], **settings: Any) -> None:
         model, objective = ToyModel(), Objective(SquaredNorm())
         fit(
-            model, objective, Slow(), validate, torch.optim.SGD(model.parameters(), lr=0.1),
+            model, objective, ToyBatches(slow), validate, torch.optim.SGD(model.parameters(), lr=0.1),
             FitSettings(**{"max_steps": 6, "validate_every": 3, "log_every": 2} | settings), tmp_path,
             device=torch.device("cpu"), loggers=loggers, picture=lambda: np.full((4, 5, 3), 7, np.uint8),
         )  # fmt: skip
