@@ -63,6 +63,25 @@ def _float64_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
+@pytest.fixture
+def limit_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Let a function run out of memory where ``size_of`` its arguments exceeds ``limit``; returns the sizes so far."""
+
+    def limited(owner: Any, name: str, size_of: Callable[..., int], limit: int) -> list[int]:
+        function, sizes = getattr(owner, name), []
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            sizes.append(size_of(*arguments))
+            if sizes[-1] > limit:
+                raise torch.OutOfMemoryError("faked")
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, run)
+        return sizes
+
+    return limited
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

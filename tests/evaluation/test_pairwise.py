@@ -237,20 +237,12 @@ def test_a_damaged_distance_is_an_error() -> None:
         evaluate(rows_of(60, seed=11), distance=distance)
 
 
-def test_tiles_are_halved_where_a_device_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_halved_where_a_device_has_no_memory(limit_memory) -> None:
     queries, distance = rows_of(60, seed=12), avsl()
     expected = evaluate(queries, distance=distance).per_query
-    compute = AvslTiles.__call__
-
-    def short_of_memory(self: AvslTiles, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        if len(left) * len(right) > limit:
-            raise torch.OutOfMemoryError("none left")
-        return compute(self, left, right)
-
-    monkeypatch.setattr(AvslTiles, "__call__", short_of_memory)
-    limit = 500
+    limit_memory(AvslTiles, "__call__", lambda self, left, right: len(left) * len(right), 500)
     assert_same(evaluate(queries, distance=distance), expected)
-    limit = 0
+    limit_memory(AvslTiles, "__call__", lambda self, left, right: len(left) * len(right), 0)
     with pytest.raises(RunError, match="no memory left for a tile of one item; lower tile_bytes"):
         evaluate(queries, distance=distance)
 

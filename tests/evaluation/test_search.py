@@ -174,47 +174,33 @@ def test_unit_rows_made_anew_rank_as_those_that_are_held(offset: float) -> None:
     assert np.array_equal(columns_found(held, 9), columns_found(anew, 9))
 
 
-def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(limit_memory) -> None:
     rng = np.random.default_rng(2)
     queries, gallery = embedding_set(rng.normal(size=(50, 10))), embedding_set(rng.normal(size=(80, 10)), start=30)
     host = UnitSearch(queries, gallery)
     device = on_tensors(host)
-    entries, sizes, tiles = candidates.entries_above, [], []
+    tiles: list[weakref.ref[torch.Tensor]] = []
 
-    def small_memory(similarity: torch.Tensor, floor: np.ndarray, *, first_column: int) -> object:
+    def width(similarity: torch.Tensor, floor: np.ndarray) -> int:
         assert not [tile for tile in tiles if tile() is not None], "a tile is held while its halves are computed"
         tiles.append(weakref.ref(similarity))
-        sizes.append(similarity.shape[1])
-        if similarity.shape[1] > 15:
-            raise torch.OutOfMemoryError("faked")
-        return entries(similarity, floor, first_column=first_column)
+        return similarity.shape[1]
 
     expected = columns_found(host, 60)
     assert np.array_equal(columns_found(device, 60), expected)
-    monkeypatch.setattr(candidates, "entries_above", small_memory)
+    sizes = limit_memory(candidates, "entries_above", width, 15)
     assert np.array_equal(columns_found(device, 60), expected)
     assert sizes == [80, *2 * [40, 20, 10, 10, 20, 10, 10]]
-
-    def no_memory(*operands: object, **options: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("faked")
-
-    monkeypatch.setattr(candidates, "entries_above", no_memory)
+    limit_memory(candidates, "entries_above", lambda similarity, floor: similarity.shape[1], 0)
     with pytest.raises(RunError, match=r"no memory left for a tile of one item; .* or set evaluation\.device"):
         columns_found(device, 60)
 
 
-def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gallery_beyond_the_device_is_moved_there_tile_by_tile(limit_memory) -> None:
     sets = embedding_set(np.random.default_rng(6).normal(size=(90, 6)))
     host = UnitSearch(sets, None, tile_bytes=30_000)
-    move = torch.Tensor.to
-
-    def small_memory(tensor: torch.Tensor, *arguments: object) -> torch.Tensor:
-        if len(tensor) == 90:
-            raise torch.OutOfMemoryError("faked")
-        return move(tensor, *arguments)
-
     expected = columns_found(host, 7)
-    monkeypatch.setattr(torch.Tensor, "to", small_memory)
+    limit_memory(torch.Tensor, "to", lambda tensor, *_: len(tensor), 89)
     assert np.array_equal(columns_found(on_tensors(host), 7), expected)
 
 

@@ -173,20 +173,11 @@ def test_where_nothing_flows_the_cosine_is_left() -> None:
     np.testing.assert_allclose(values, [[math.sqrt(0.5), 1 + 1 / (1 + 1e-5)]], rtol=1e-9)
 
 
-def test_tiles_and_missing_memory_change_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_missing_memory_change_no_list(limit_memory) -> None:
     distance, images = DimlDistance(grid_size=2, num_neighbors=7), some_images(60)
     expected = evaluate(images, spec=SPEC, distance=distance)
     small = evaluate(images, spec=SPEC.replaced(tile_bytes=2**18), distance=distance)
-    compare = DimlDistance.reranked_similarities
-    sizes: list[int] = []
-
-    def full(self: DimlDistance, queries: Tensor, *rest: Tensor) -> Tensor:
-        sizes.append(len(queries))
-        if len(queries) > 4:
-            raise torch.OutOfMemoryError
-        return compare(self, queries, *rest)
-
-    monkeypatch.setattr(DimlDistance, "reranked_similarities", full)
+    sizes = limit_memory(DimlDistance, "reranked_similarities", lambda self, queries, *_: len(queries), 4)
     halved = evaluate(images, spec=SPEC, distance=distance)
     assert max(sizes) > 4
     for name, values in expected.per_query.items():

@@ -134,19 +134,11 @@ def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkey
             assert compiled.per_query[name].tobytes() == values.tobytes() == tensors.per_query[name].tobytes(), name
 
 
-def test_collections_halve_their_tiles_until_the_device_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collections_halve_their_tiles_until_the_device_has_memory(limit_memory, monkeypatch) -> None:
     members = runs(size=90, offset=0.0)
     expected, _ = concatenated_scores(members, spec=EvaluationSpec())
     monkeypatch.setattr(scan, "tiles_on_host", lambda device: False)
-    select, sizes = concatenated.select, []
-
-    def small_memory(value: torch.Tensor, *arguments: object, **options: object) -> object:
-        sizes.append(value.shape[1])
-        if value.shape[1] > 30:
-            raise torch.OutOfMemoryError("faked")
-        return select(value, *arguments, **options)
-
-    monkeypatch.setattr(concatenated, "select", small_memory)
+    sizes = limit_memory(concatenated, "select", lambda value, *_: value.shape[1], 30)
     found, _ = concatenated_scores(members, spec=EvaluationSpec())
     assert max(sizes) > 60 and sorted(sizes)[0] <= 30
     assert {choice: x.scores for choice, x in found.items()} == {choice: x.scores for choice, x in expected.items()}
