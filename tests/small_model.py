@@ -1,7 +1,7 @@
 """Random numbers, and models and poolings that are small enough for float64 and loops."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from dmlbench.models.projection import Projection
 from dmlbench.types import ModelOutput
 
 CHANNELS, SIZE = 8, 6
+PoolingType = TypeVar("PoolingType", bound=Pooling)
 
 # by the height and width of the map
 POOLINGS: dict[str, Callable[[tuple[int, int]], Pooling]] = {
@@ -97,6 +98,27 @@ class CountedBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+
+
+def drawn(pooling: PoolingType) -> PoolingType:
+    """In float64, every parameter and running statistic drawn anew, biases too."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in pooling.double().state_dict().items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+                if name.endswith(("running_var", "power")):
+                    tensor.abs_().add_(0.5)
+    return pooling
+
+
+def shaken(pooling: PoolingType) -> PoolingType:
+    """In float64, with no weight left at 0 or 1."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in pooling.double().parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return pooling
 
 
 def avsl_distance(

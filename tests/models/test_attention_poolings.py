@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_model import randn
+from small_model import drawn, randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention import Cbam, Delf
@@ -16,15 +16,6 @@ from dmlbench.models.pooling.k_max import KMax
 from dmlbench.models.pooling.reweighting import Crow, Tsmk
 from dmlbench.models.pooling.weldon import Weldon
 from dmlbench.models.projection import Projection
-
-
-def seeded(pooling: Pooling, seed: int = 1) -> Pooling:
-    """In float64 with every parameter drawn anew, biases too."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in pooling.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return pooling.double()
 
 
 def pixels(image: Tensor) -> list[Tensor]:
@@ -145,7 +136,7 @@ def test_pooling_and_its_weights_equal_a_naive_loop(
     pooling: Pooling, naive: Callable[..., tuple[Tensor, list[float] | None]]
 ) -> None:
     x = randn(2, 5, 3, 4)
-    pooled = seeded(pooling)(x, nn.Identity())
+    pooled = drawn(pooling)(x, nn.Identity())
     for image in range(len(x)):
         expected, scores = naive(pooling, x[image])
         torch.testing.assert_close(pooled.embedding[image], expected, atol=1e-12, rtol=1e-10)
@@ -158,7 +149,7 @@ def test_tsmk_official_holds_its_attention_fixed_in_the_gradient() -> None:
     x = randn(2, 5, 3, 4, seed=3).requires_grad_()
     gradients = []
     for variant in ("official", "paper"):
-        pooled = seeded(Tsmk(5, variant=variant))(x, nn.Identity())
+        pooled = drawn(Tsmk(5, variant=variant))(x, nn.Identity())
         gradients.append((pooled.embedding, *torch.autograd.grad(pooled.embedding.sum(), x)))
     assert torch.equal(gradients[0][0], gradients[1][0]) and not torch.allclose(gradients[0][1], gradients[1][1])
     weights = Tsmk(5)(x, nn.Identity()).side["weights"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_model import CHANNELS, POOLINGS, make_pooling
+from small_model import CHANNELS, POOLINGS, make_pooling, randn, shaken
 from torch import Tensor
 
 from dmlbench.models.pooling.attention import Cbam, Delf
@@ -103,12 +103,8 @@ def test_nan_in_a_map_reaches_its_embedding_and_no_other(name: str) -> None:
 @pytest.mark.parametrize(("name", "training"), [mode for mode in MODES if mode[0] not in ("crow_paper", "tsmk")])
 def test_gradient_equals_finite_differences(name: str, training: bool) -> None:
     pooling, project = make_pooling(name, (2, 3))
-    pooling.double().train(training)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in pooling.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    x = torch.randn(2, CHANNELS, 2, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    shaken(pooling).train(training)
+    x = randn(2, CHANNELS, 2, 3, seed=3).requires_grad_()
     names = [name for name, _ in pooling.named_parameters()]
 
     def embed(x: Tensor, *values: Tensor) -> Tensor:

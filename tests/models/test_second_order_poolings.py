@@ -4,25 +4,13 @@ import math
 
 import pytest
 import torch
-from small_model import randn
+from small_model import drawn, randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Variant
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.second_order import Gsop, Solar
 from dmlbench.models.projection import Projection
-
-
-def draw(pooling: Gsop | Solar, seed: int = 1) -> None:
-    """Float64, every parameter and running statistic drawn anew."""
-    generator = torch.Generator().manual_seed(seed)
-    pooling.double()
-    with torch.no_grad():
-        for name, tensor in pooling.state_dict().items():
-            if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
-                if name.endswith(("running_var", "power")):
-                    tensor.abs_().add_(0.5)
 
 
 def naive_norm(layer: nn.Module, x: Tensor, *, training: bool) -> Tensor:
@@ -65,9 +53,7 @@ def naive_head(head: nn.Module, moments: Tensor, *, rectify: bool, training: boo
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("variant", ["official", "paper"])
 def test_gsop_equals_a_naive_loop_on_a_map_that_is_not_square(variant: Variant, training: bool) -> None:
-    pooling = Gsop(5, (3, 4), attention_dim=6, variant=variant)
-    draw(pooling)
-    pooling.train(training)
+    pooling = drawn(Gsop(5, (3, 4), attention_dim=6, variant=variant)).train(training)
     x, official = randn(2, 5, 3, 4), variant == "official"
     flat = x.flatten(2)
     positive = flat.clamp(min=0)
@@ -89,9 +75,7 @@ def test_gsop_equals_a_naive_loop_on_a_map_that_is_not_square(variant: Variant, 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channel_reduction", [1, 2])
 def test_solar_equals_a_naive_loop_on_a_map_that_is_not_square(channel_reduction: int, training: bool) -> None:
-    pooling = Solar(5, channel_reduction=channel_reduction)
-    draw(pooling)
-    pooling.train(training)
+    pooling = drawn(Solar(5, channel_reduction=channel_reduction)).train(training)
     x = randn(2, 5, 3, 4) + 1
     flat = x.flatten(2)
     query = naive_norm(pooling.query_norm, naive_convolution(pooling.query, flat), training=training).clamp(min=0)
@@ -141,8 +125,7 @@ def test_running_statistics_change_in_training_only(name: str) -> None:
 
 
 def test_a_single_value_per_channel_becomes_the_bias_in_training() -> None:
-    solar = Solar(3)
-    draw(solar)
+    solar = drawn(Solar(3))
     before = {key: value.clone() for key, value in solar.named_buffers()}
     norm = solar.query_norm.train()
     x = randn(1, 3, 1, 1, seed=6).requires_grad_()
