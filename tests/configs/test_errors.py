@@ -110,7 +110,7 @@ from dmlbench.cli.main import main
 def wait(cfg):
     print("ready", flush=True)
     time.sleep(60)
-commands.status = wait
+simple_commands.status = wait
 main(["status"])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

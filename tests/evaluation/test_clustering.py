@@ -178,3 +178,22 @@ def test_results_name_settings_so_that_they_can_be_read_again(settings: KmeansSe
 def test_impossible_settings_of_kmeans_are_refused_by_name(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"kmeans_{next(iter(changes))}"):
         KmeansSettings(**changes)
+
+
+def test_faiss_clusters_on_a_gpu_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    faiss = pytest.importorskip("faiss", reason="extra faiss-cpu")
+    rows, _ = example(6)
+    asked = []
+
+    class OnGpu(faiss.Kmeans):
+        """Kmeans that notes the GPUs it is asked to use, and uses none."""
+
+        def __init__(self, *arguments: object, gpu: int, **options: object) -> None:
+            asked.append(gpu)
+            super().__init__(*arguments, **options)
+
+    expected = kmeans(rows, 5, KmeansSettings(1))
+    monkeypatch.setattr(faiss, "Kmeans", OnGpu)
+    assert np.array_equal(kmeans(rows, 5, KmeansSettings(1), on_gpu=True), expected)
+    kmeans(rows, 5, KmeansSettings(1))
+    assert asked == [1, 0]

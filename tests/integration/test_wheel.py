@@ -1,4 +1,4 @@
-"""The wheel carries the configuration and works outside of the checkout."""
+"""The wheel carries the configuration and works outside of the checkout; the container copies what there is."""
 
 import os
 import subprocess
@@ -37,3 +37,12 @@ def test_wheel_trains_outside_of_the_checkout(repository, tmp_path) -> None:
         cwd=tmp_path, env=environment, check=True, capture_output=True,
     )  # fmt: skip
     assert len(list(tmp_path.glob("outputs/glyphs_collage/mlrc/*/fold0_rep0/result.json"))) == 1
+
+
+def test_what_the_containerfile_copies_is_there_and_not_ignored(repository) -> None:
+    lines = (repository / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1] if word[:2] != "--"]
+    assert copied
+    sent = (repository / ".dockerignore").read_text().splitlines()
+    for source in copied:
+        assert (repository / source).exists() and f"!{source.rstrip('/')}" in sent, source

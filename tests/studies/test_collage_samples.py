@@ -1,5 +1,6 @@
 """Collages taken apart again: what stands in their quadrants, and mistakes that this would find."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 from small_data_sets import cifar100_of_colors
 
 from dmlbench.data.readers import cifar_collage
+from dmlbench.data.readers.cifar_collage import BACKGROUND, SUPER_CLASSES, cifar100_collage
 from dmlbench.runtime import read_json
 from dmlbench.studies import collage_samples
 from dmlbench.studies.record import Findings, conduct_study
@@ -39,3 +41,22 @@ def test_collages_are_a_target_and_three_backgrounds_of_their_part(source, tmp_p
     assert read_json(tmp_path / "studies" / "collage_samples.json")["bound"] == {"data": source.fingerprint}
     picture = np.asarray(Image.open(tmp_path / "studies" / "collage_samples.png").convert("RGB")).astype(int)
     assert ((picture - [255, 0, 0] == 0).all(axis=2)).any()  # frames of targets
+
+
+def test_wrong_quadrants_and_shared_classes_are_seen(source, tmp_path: Path) -> None:
+    table = cifar100_collage("x", cache_dir=tmp_path, images_per_class=2)
+    assert table.pixels is not None and source.pixels is not None and source.super_labels is not None
+    pixels = np.array(table.pixels)
+    is_background = np.isin(np.array(SUPER_CLASSES)[source.super_labels], BACKGROUND)
+    target = table.paths[0] == source.paths
+    pixels[0] = np.tile(source.pixels[target][0], (2, 2, 1))  # four times the target
+    other = ~is_background & (source.paths != table.paths[1])
+    pixels[1, :32, :32] = source.pixels[other][0]  # in place of its target, or beside it
+    pixels[2] = np.tile(source.pixels[is_background][0], (2, 2, 1))  # no target
+    known = collage_samples.rows_by_pixels(source)
+    found = collage_samples._taken_apart(replace(table, pixels=pixels), source, known)
+    assert (found["train"]["collages"], found["train"]["as_described"]) == (96, 93)
+    assert found["test"]["as_described"] == found["test"]["collages"] == 64
+    assert collage_samples._shared({"a": {"classes": [1, 2]}, "b": {"classes": [2, 3]}}, "a") == {2}
+    images = collage_samples.quadrants_of(np.arange(64 * 64 * 3).reshape(1, 64, 64, 3))[0]
+    assert [int(image[0, 0, 0]) // 3 for image in images] == [0, 32, 32 * 64, 32 * 64 + 32]

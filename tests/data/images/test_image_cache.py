@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import pickle
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images import image_cache
 from dmlbench.data.images.image_cache import cached_images
 from dmlbench.data.images.sources import DecodedImages
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import DataError, ImageTable, RunError
 
 NAMES = ("cmyk.jpg", "deep.png", "grey.png", "palette.gif", "small.png", "tall.jpg", "turned.jpg", "wide.jpg")
 
@@ -200,3 +201,35 @@ def test_reading_much_more_than_memory_may_hold_keeps_little_resident(tmp_path: 
         assert not cached.read(row).any()
         peak = max(peak, resident_bytes())
     assert peak - before < 60e6
+
+
+def test_a_pipe_in_place_of_the_file_is_named_instead_of_waited_for(table: ImageTable, tmp_path: Path) -> None:
+    path = cached_images(table, tmp_path, short_side=32).path
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=f"{path} is a pipe, not a file. Remove it"):
+        cached_images(table, tmp_path, short_side=32)
+
+
+def test_of_several_that_ask_at_once_one_builds(table: ImageTable, tmp_path: Path, monkeypatch: Any) -> None:
+    decoded: list[str] = []
+    read_image = image_cache.read_image
+
+    def counting(name: str) -> Image.Image:
+        decoded.append(name)
+        return read_image(name)
+
+    monkeypatch.setattr(image_cache, "read_image", counting)
+    results: list[bytes] = []
+
+    def ask() -> None:
+        results.append(cached_images(table, tmp_path / "cache", short_side=32).read(0).tobytes())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert len(decoded) == len(table)

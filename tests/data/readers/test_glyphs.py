@@ -1,4 +1,4 @@
-"""The built-in data sets: what stays equal, and what the pixels are."""
+"""The built-in data sets: which letters, what stays equal, and what the pixels are."""
 
 import math
 import unicodedata
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.ft2font import FT2Font
+from PIL import Image, ImageDraw, ImageFont
 
 from dmlbench.data.readers import glyphs as module
 from dmlbench.data.readers.glyphs import glyphs, glyphs_collage
@@ -133,3 +135,41 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
 def test_arguments_out_of_range_are_named(name: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name):
         glyphs_collage(cache_dir=tmp_path, **{name: value})
+
+
+def drawn(code: int, file: Path) -> bytes:
+    """A character drawn by another way than the code under test: on a page, then cut to its ink."""
+    font = ImageFont.truetype(str(file), 96, layout_engine=ImageFont.Layout.BASIC)
+    page = Image.new("L", (400, 400))
+    ImageDraw.Draw(page).text((120, 120), chr(code), font=font, fill=255)
+    box = page.getbbox()
+    assert box is not None, f"{code:#x} has no ink in {file.name}"
+    return str(page.crop(box).size).encode() + page.crop(box).tobytes()
+
+
+def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> None:
+    codes = module.distinct_letters(200)
+    assert len(codes) == 200
+    assert list(codes) == sorted(codes)
+    assert "".join(map(chr, codes[:54])) == "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyzªµ"
+    assert all(unicodedata.category(chr(code)).startswith("L") for code in codes)
+    for file in module.face_files():
+        assert set(codes) <= set(FT2Font(str(file)).get_charmap())
+    # Whatever was skipped below the last letter is a twin of a letter before it in every face.
+    letters = [c for c in module.common_characters() if c <= codes[-1] and unicodedata.category(chr(c)).startswith("L")]
+    skipped = sorted(set(letters) - set(codes))
+    assert [chr(c) for c in skipped] == ["Đ"]  # looks like Ð
+    for code in skipped:
+        assert any(all(drawn(code, f) == drawn(twin, f) for f in module.face_files()) for twin in codes if twin < code)
+
+
+def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact(tmp_path: Path) -> None:
+    still = {"size_range": (0.7, 0.7), "rotation_degrees": 0, "shift": 0, "noise_range": (0, 0)}
+    levels = {"background_range": (0.2, 0.2), "contrast_range": (0.6, 0.6)}
+    table = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=4, **still, **levels)
+    assert table.pixels is not None
+    for image in table.pixels:
+        assert (image.min(), image.max()) == (51, 51 + 153)
+        rows, columns = np.nonzero(image > 51)
+        assert abs(rows.min() + rows.max() - 63) <= 2
+        assert abs(columns.min() + columns.max() - 63) <= 2
