@@ -280,7 +280,10 @@ def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
                 assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, anchor
 
 
-README_ROWS = {"GAP": "gap", "GMP": "gmp", "GAP + GMP": "gap_gmp", "GeM": "gem", "GSP": "gsp", "GSP + ZSR": "gsp_zsr"}
+README_ROWS = {
+    "GAP": "gap", "GMP": "gmp", "GAP + GMP": "gap_gmp", "GeM": "gem", "GSP": "gsp", "GSP + ZSR": "gsp_zsr",
+    "DeLF": "delf", "attention pooling": "attention_pool", "SimPool": "simpool",
+}  # fmt: skip
 README_HEADS = (
     "identity contrastive (untrained)",
     *(f"learned_whitening contrastive head.out_features={width} (untrained)" for width in (128, 1280)),

@@ -166,11 +166,9 @@ def _print_table(
     if not any(summary.found for summary in summaries.values()):
         print(f"{table.name}: no config has a complete run yet")
         return
-    for note in reasons:
-        print(note)
     made = paper_comparison.grid_tables(summaries, spec)
     for (dataset, protocol), one in made.items():
-        noted = replace(one, notes=(*one.notes, *notes))
+        noted = replace(one, notes=(*one.notes, *notes, *reasons))
         noted.publish(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
 
 
