@@ -22,8 +22,12 @@ from dmlbench.data.batches.transforms import Transform, random_resized_crop, ran
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.data.protocols import class_index
+from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
-from dmlbench.models.net import features_of
+from dmlbench.models.avsl import AvslHead
+from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.backbones import Backbone
+from dmlbench.models.net import MetricModel, features_of
 from dmlbench.models.projection import Projection
 from dmlbench.types import ModelOutput
 
@@ -218,3 +222,42 @@ def test_batches_are_those_of_the_cpu(transform: Transform) -> None:
             assert getattr(one, name).device == CUDA
             assert torch.equal(getattr(one, name).twin, getattr(other, name))
         assert torch.equal(one.labels, other.labels) and torch.equal(one.ids, other.ids)
+
+
+class TinyBackbone(Backbone):
+    """Three maps of few channels."""
+
+    def __init__(self) -> None:
+        super().__init__([4, 4, 8], mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b))
+            for a, b in ((3, 4), (4, 4), (4, 8))
+        )
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        maps = [images]
+        for stage in self.stages:
+            maps.append(stage(maps[-1]))
+        return tuple(maps[1:])
+
+
+def levels(variant: str) -> tuple[MetricModel, AvslDistance]:
+    torch.manual_seed(0)
+    head = AvslHead([4, 4, 8], level_size=8, top_k=4, variant=variant)  # type: ignore[arg-type]
+    model = head.model(TinyBackbone(), None)
+    assert isinstance(model.distance, AvslDistance)
+    return model, model.distance
+
+
+@pytest.mark.parametrize(("variant", "max_classes"), [("official", 1000), ("paper", 3)])
+def test_avsl_and_its_loss(variant: str, max_classes: int) -> None:
+    model, distance = levels(variant)
+    objective = Objective(LayeredProxyAnchor(6, distance, max_classes=max_classes))
+    with pretended_cuda():
+        moved(nn.ModuleList([model, objective]))
+        images = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8, device=CUDA)
+        labels = torch.arange(12) % 4
+        for step in (1, 2):
+            output = model(images)
+            assert model.observe(output, step=step)
+            assert objective(output, labels, step=step)["loss"].device == CUDA
