@@ -1,5 +1,6 @@
 """Reading one image: every mode becomes upright RGB, and what cannot be read is named."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,12 @@ def test_exif_rotation_is_applied(tmp_path: Path, suffix: str, orientation: int,
     assert read_image(tmp_path / f"turned.{suffix}").size == size
 
 
-@pytest.mark.parametrize("content", [b"", b"no image at all", None])
-def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"no image at all", None, "a pipe"])
+def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | str | None) -> None:
     file = tmp_path / "broken.jpg"
-    if content is not None:
+    if content == "a pipe":
+        os.mkfifo(file)
+    elif isinstance(content, bytes):
         file.write_bytes(content)
     with pytest.raises(DataError, match=r"broken\.jpg"):
         read_image(file)
