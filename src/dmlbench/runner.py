@@ -166,7 +166,7 @@ def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
     return found if _is_complete(plain, found) and (found / BEST).exists() else None
 
 
-def _with_weights_of(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
+def _copy_training(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
     """Copy weights and history of a complete run; the result has no training time of its own."""
     result = store.read_result(trained)
     store.require_own_files(trained, result, (BEST,))
@@ -204,7 +204,7 @@ def _run(
 
     try:
         if trained is not None:
-            progress = _with_weights_of(trained, run_dir, model)
+            progress = _copy_training(trained, run_dir, model)
             for logger in experiment.loggers:
                 logger.start(progress.step)
         else:

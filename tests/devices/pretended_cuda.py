@@ -62,10 +62,9 @@ class PretendedCuda(TorchDispatchMode):
         return _paired(fakes, values, {id(twin): x for x, twin in zip(flat, twins, strict=True)})
 
     def _copied(self, func: Any, args: Any, kwargs: Any, values: Tensor) -> Tensor:
-        target, source = (args[0], args[1]) if func is _aten.copy_.default else (None, args[0])
-        place = torch.device(kwargs.get("device") or source.device) if target is None else target.device
-        if target is not None:
-            return target
+        if func is _aten.copy_.default:
+            return args[0]
+        place = torch.device(kwargs.get("device") or args[0].device)
         return values if place.type == "cpu" else self._on_device(values)
 
     def _fake(self, x: Tensor) -> Tensor:
@@ -99,13 +98,13 @@ def _paired(fakes: Any, values: Any, inputs: dict[int, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def pretended_cuda() -> Iterator[PretendedCuda]:
+def pretended_cuda() -> Iterator[None]:
     """Within, tensors on "cuda" can be made and computed with, and nothing is really pinned or copied by a stream."""
     off = torch.backends.cudnn.flags(enabled=False)  # its batch norm is an operation that no CPU has
-    with pytest.MonkeyPatch.context() as patch, off, FakeTensorMode() as fakes, PretendedCuda(fakes) as device:
+    with pytest.MonkeyPatch.context() as patch, off, FakeTensorMode() as fakes, PretendedCuda(fakes):
         patch.setattr(Tensor, "pin_memory", Tensor.clone)
         patch.setattr(device_copies, "_copy_stream", lambda device: None)
-        yield device
+        yield
 
 
 def moved(module: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 from numpy.testing import assert_allclose
 from pytorch_metric_learning import losses, miners
 from pytorch_metric_learning.losses import ProxyAnchorLoss
-from small_model import avsl_distance, avsl_rows, randn
+from small_models import avsl_distance, avsl_rows, randn
 
 from dmlbench.losses.layered import LayeredLoss, LayeredProxyAnchor, proxy_anchor_of_distances
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from small_model import randn
+from small_models import randn
 from torch import Tensor
 
 from dmlbench import build

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
-from small_model import randn
+from small_models import randn
 from torch import Tensor
 
 from dmlbench import build

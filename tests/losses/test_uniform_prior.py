@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_model import randn
+from small_models import randn
 from torch import Tensor, nn
 
 from dmlbench.losses.uniform_prior import UniformPrior

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_model import drawn, randn
+from small_models import drawn, randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.attention import Cbam, Delf

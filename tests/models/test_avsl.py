@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from small_model import avsl_distance, avsl_rows
+from small_models import avsl_distance, avsl_rows
 
 from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance

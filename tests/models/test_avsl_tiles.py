@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from small_model import avsl_distance, avsl_rows
+from small_models import avsl_distance, avsl_rows
 
 from dmlbench.models import avsl_tiles
 from dmlbench.models.avsl_distance import Inference

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_model import CHANNELS, POOLINGS, make_pooling, randn, shaken
+from small_models import CHANNELS, POOLINGS, make_pooling, randn, shaken
 from torch import Tensor
 
 from dmlbench.models.pooling.attention import Cbam, Delf

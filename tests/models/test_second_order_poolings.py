@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_model import drawn, randn
+from small_models import drawn, randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Variant

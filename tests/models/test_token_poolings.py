@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_model import CHANNELS, SIZE, randn, shaken
+from small_models import CHANNELS, SIZE, randn, shaken
 from timm.layers.attention_pool import AttentionPoolLatent
 from timm.layers.other_pool import SimPool2d
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_model import POOLINGS, make_pooling
+from small_models import POOLINGS, make_pooling
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling

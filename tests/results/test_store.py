@@ -43,6 +43,26 @@ def test_state_of_a_run_follows_its_files(tmp_path) -> None:
     assert store.read_result(path)["metrics"] == WHOLE["metrics"]
 
 
+def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path) -> None:
+    path = _run(tmp_path)
+    holder = "import sys; from pathlib import Path; from dmlbench.results.store import locked\n"
+    holder += f"with locked(Path({str(path)!r})): print('held', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert store.is_locked(path)
+        with pytest.raises(RunError, match=f"in use by process {process.pid}"), store.locked(path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    assert not store.is_locked(path)
+    (path / ".last.ckpt.x.tmp").write_text("half")
+    with store.locked(path):
+        assert not (path / ".last.ckpt.x.tmp").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -200,23 +220,3 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(RunError, match="has no locks"), locked(tmp_path):
         pass
-
-
-def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path) -> None:
-    path = _run(tmp_path)
-    holder = "import sys; from pathlib import Path; from dmlbench.results.store import locked\n"
-    holder += f"with locked(Path({str(path)!r})): print('held', flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        assert store.is_locked(path)
-        with pytest.raises(RunError, match=f"in use by process {process.pid}"), store.locked(path):
-            pass
-    finally:
-        process.kill()
-        process.wait()
-    assert not store.is_locked(path)
-    (path / ".last.ckpt.x.tmp").write_text("half")
-    with store.locked(path):
-        assert not (path / ".last.ckpt.x.tmp").exists()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_model import CountedBatches
+from small_models import CountedBatches
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
-from small_model import SmallModel
+from small_models import SmallModel
 from torch import Tensor, nn
 
 from dmlbench.losses.objective import Objective

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import CountedBatches, SmallModel
+from small_models import CountedBatches, SmallModel
 from torch import Tensor, nn
 
 from dmlbench.losses.objective import Objective

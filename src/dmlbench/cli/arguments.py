@@ -243,4 +243,4 @@ def _target_of_option(group: str, choice: str | None, folders: Sequence[Path]) -
         content = load_yaml(file) or {}
     except ValueError as error:
         raise ConfigError(f"{file}: {error}.") from error
-    return str(content.get("_target_", "")) or _target_of_option(group, content.get("defaults", [None])[0], folders)
+    return str(content.get("_target_", "")) or _target_of_option(group, (content.get("defaults") or [None])[0], folders)

@@ -250,7 +250,7 @@ def _commands(
         words = shlex.split(line)[1:]
         if datasets:
             own = next((word for word in words if word.startswith("dataset=")), "dataset=")
-            if not (kept := [dataset for dataset in own[8:].split(",") if dataset in datasets]):
+            if not (kept := [dataset for dataset in own.removeprefix("dataset=").split(",") if dataset in datasets]):
                 continue
             words[words.index(own)] = f"dataset={','.join(kept)}"
         schema = schema_of("_".join(words[:2]) if words[0] in ("oodml", "study") else words[0])

@@ -152,6 +152,14 @@ def test_damaged_pixels_are_an_error_that_names_the_file(table: ImageTable, tmp_
         cached.read(2)
 
 
+def test_a_pipe_in_place_of_the_file_is_named_instead_of_waited_for(table: ImageTable, tmp_path: Path) -> None:
+    path = cached_images(table, tmp_path, short_side=32).path
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=f"{path} is a pipe, not a file. Remove it"):
+        cached_images(table, tmp_path, short_side=32)
+
+
 def test_an_unreadable_image_is_named_and_nothing_is_left(table: ImageTable, tmp_path: Path) -> None:
     image = Path(table.root) / "wide.jpg"
     image.write_bytes(image.read_bytes()[:-500])  # the header is whole, the pixels are not
@@ -168,6 +176,30 @@ def test_a_disk_that_fills_leaves_nothing(table: ImageTable, tmp_path: Path, mon
     with pytest.raises(DataError, match=r"No space left.*cache_dir.*image_cache=false"):
         cached_images(table, tmp_path / "cache", short_side=32)
     assert files_in(tmp_path / "cache") == []
+
+
+def test_of_several_that_ask_at_once_one_builds(table: ImageTable, tmp_path: Path, monkeypatch: Any) -> None:
+    decoded: list[str] = []
+    read_image = image_cache.read_image
+
+    def counting(name: str) -> Image.Image:
+        decoded.append(name)
+        return read_image(name)
+
+    monkeypatch.setattr(image_cache, "read_image", counting)
+    results: list[bytes] = []
+
+    def ask() -> None:
+        results.append(cached_images(table, tmp_path / "cache", short_side=32).read(0).tobytes())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert len(decoded) == len(table)
 
 
 def test_a_copy_in_another_process_opens_the_file_itself(table: ImageTable, tmp_path: Path) -> None:
@@ -201,35 +233,3 @@ def test_reading_much_more_than_memory_may_hold_keeps_little_resident(tmp_path: 
         assert not cached.read(row).any()
         peak = max(peak, resident_bytes())
     assert peak - before < 60e6
-
-
-def test_a_pipe_in_place_of_the_file_is_named_instead_of_waited_for(table: ImageTable, tmp_path: Path) -> None:
-    path = cached_images(table, tmp_path, short_side=32).path
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(RunError, match=f"{path} is a pipe, not a file. Remove it"):
-        cached_images(table, tmp_path, short_side=32)
-
-
-def test_of_several_that_ask_at_once_one_builds(table: ImageTable, tmp_path: Path, monkeypatch: Any) -> None:
-    decoded: list[str] = []
-    read_image = image_cache.read_image
-
-    def counting(name: str) -> Image.Image:
-        decoded.append(name)
-        return read_image(name)
-
-    monkeypatch.setattr(image_cache, "read_image", counting)
-    results: list[bytes] = []
-
-    def ask() -> None:
-        results.append(cached_images(table, tmp_path / "cache", short_side=32).read(0).tobytes())
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    assert len(set(results)) == 1
-    assert len(decoded) == len(table)

@@ -16,6 +16,32 @@ from dmlbench.types import ConfigError, ImageTable
 SMALL = {"num_classes": 8, "images_per_class": 3}
 
 
+def drawn(code: int, file: Path) -> bytes:
+    """A character drawn by another way than the code under test: on a page, then cut to its ink."""
+    font = ImageFont.truetype(str(file), 96, layout_engine=ImageFont.Layout.BASIC)
+    page = Image.new("L", (400, 400))
+    ImageDraw.Draw(page).text((120, 120), chr(code), font=font, fill=255)
+    box = page.getbbox()
+    assert box is not None, f"{code:#x} has no ink in {file.name}"
+    return str(page.crop(box).size).encode() + page.crop(box).tobytes()
+
+
+def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> None:
+    codes = module.distinct_letters(200)
+    assert len(codes) == 200
+    assert list(codes) == sorted(codes)
+    assert "".join(map(chr, codes[:54])) == "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyzªµ"
+    assert all(unicodedata.category(chr(code)).startswith("L") for code in codes)
+    for file in module.face_files():
+        assert set(codes) <= set(FT2Font(str(file)).get_charmap())
+    # Whatever was skipped below the last letter is a twin of a letter before it in every face.
+    letters = [c for c in module.common_characters() if c <= codes[-1] and unicodedata.category(chr(c)).startswith("L")]
+    skipped = sorted(set(letters) - set(codes))
+    assert [chr(c) for c in skipped] == ["Đ"]  # looks like Ð
+    for code in skipped:
+        assert any(all(drawn(code, f) == drawn(twin, f) for f in module.face_files()) for twin in codes if twin < code)
+
+
 def test_nuisance_symbols_are_common_not_letters_and_apart_for_train_and_test() -> None:
     train, test = module.nuisance_pools()
     assert not set(train) & set(test)
@@ -94,6 +120,18 @@ def test_warping_equals_a_naive_loop_over_pixels() -> None:
         assert np.abs(image - expected).max() <= 4  # weights have 7 bits
 
 
+def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact(tmp_path: Path) -> None:
+    still = {"size_range": (0.7, 0.7), "rotation_degrees": 0, "shift": 0, "noise_range": (0, 0)}
+    levels = {"background_range": (0.2, 0.2), "contrast_range": (0.6, 0.6)}
+    table = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=4, **still, **levels)
+    assert table.pixels is not None
+    for image in table.pixels:
+        assert (image.min(), image.max()) == (51, 51 + 153)
+        rows, columns = np.nonzero(image > 51)
+        assert abs(rows.min() + rows.max() - 63) <= 2
+        assert abs(columns.min() + columns.max() - 63) <= 2
+
+
 def test_noise_has_the_standard_deviation_that_was_asked_for(tmp_path: Path) -> None:
     levels = {"contrast_range": (0, 0), "background_range": (0.5, 0.5), "noise_range": (0.1, 0.1)}
     noise = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=2, **levels).pixels
@@ -135,41 +173,3 @@ def test_a_collage_holds_its_letter_once_and_symbols_of_its_half(
 def test_arguments_out_of_range_are_named(name: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name):
         glyphs_collage(cache_dir=tmp_path, **{name: value})
-
-
-def drawn(code: int, file: Path) -> bytes:
-    """A character drawn by another way than the code under test: on a page, then cut to its ink."""
-    font = ImageFont.truetype(str(file), 96, layout_engine=ImageFont.Layout.BASIC)
-    page = Image.new("L", (400, 400))
-    ImageDraw.Draw(page).text((120, 120), chr(code), font=font, fill=255)
-    box = page.getbbox()
-    assert box is not None, f"{code:#x} has no ink in {file.name}"
-    return str(page.crop(box).size).encode() + page.crop(box).tobytes()
-
-
-def test_classes_are_the_first_letters_by_code_point_that_all_faces_have() -> None:
-    codes = module.distinct_letters(200)
-    assert len(codes) == 200
-    assert list(codes) == sorted(codes)
-    assert "".join(map(chr, codes[:54])) == "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyzªµ"
-    assert all(unicodedata.category(chr(code)).startswith("L") for code in codes)
-    for file in module.face_files():
-        assert set(codes) <= set(FT2Font(str(file)).get_charmap())
-    # Whatever was skipped below the last letter is a twin of a letter before it in every face.
-    letters = [c for c in module.common_characters() if c <= codes[-1] and unicodedata.category(chr(c)).startswith("L")]
-    skipped = sorted(set(letters) - set(codes))
-    assert [chr(c) for c in skipped] == ["Đ"]  # looks like Ð
-    for code in skipped:
-        assert any(all(drawn(code, f) == drawn(twin, f) for f in module.face_files()) for twin in codes if twin < code)
-
-
-def test_without_variation_the_ink_stands_in_the_middle_and_the_levels_are_exact(tmp_path: Path) -> None:
-    still = {"size_range": (0.7, 0.7), "rotation_degrees": 0, "shift": 0, "noise_range": (0, 0)}
-    levels = {"background_range": (0.2, 0.2), "contrast_range": (0.6, 0.6)}
-    table = glyphs(cache_dir=tmp_path, num_classes=2, images_per_class=4, **still, **levels)
-    assert table.pixels is not None
-    for image in table.pixels:
-        assert (image.min(), image.max()) == (51, 51 + 153)
-        rows, columns = np.nonzero(image > 51)
-        assert abs(rows.min() + rows.max() - 63) <= 2
-        assert abs(columns.min() + columns.max() - 63) <= 2
