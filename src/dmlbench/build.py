@@ -281,7 +281,18 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     if not ranks_like_unit_vectors(model.distance):
         of_pairs["distance"] = BorrowedDistance(model.distance)
         of_loss["distance"] = model.distance if declared(cfg.loss, "compares_levels") else of_pairs["distance"]
+        if takes_directions(cfg.loss, "loss", model.distance):
+            of_loss = {}
+        if cfg.miner is not None and takes_directions(cfg.miner, "miner", model.distance):
+            of_pairs = {}
     objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
+    for name, regularizer in objective.regularizers.items():
+        curvature = getattr(model.distance, "curvature", None)
+        if regularizer.curvature not in (None, curvature):
+            raise ConfigError(
+                f"regularizer.{name}.curvature: got {regularizer.curvature}, expected that of the head, "
+                f"{curvature or 'which has none'}. Set head=hyperbolic and head.curvature={regularizer.curvature}."
+            )
     for name, requires in objective.requires.items():
         for side in requires:
             if side not in (*model.provides, "keys"):  # which the training loop makes
@@ -291,6 +302,17 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
                     f"{', '.join(model.provides) or 'nothing'}); choose pooling=gsp or another that does"
                 )
     return objective
+
+
+def takes_distance(node: DictConfig, key: str) -> bool:
+    """Whether a loss or miner compares images by a distance that it is given."""
+    parameters = parameters_of(imported(node._target_, key))[0]
+    return "distance" in parameters and "embedding_size" not in parameters
+
+
+def takes_directions(node: DictConfig, key: str, distance: BaseDistance) -> bool:
+    """Whether a loss or miner compares cosines of embeddings that have another distance; not a loss that wraps one."""
+    return getattr(distance, "compares_vectors", False) and not takes_distance(node, key) and "loss" not in node
 
 
 def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:

@@ -8,8 +8,8 @@ from omegaconf.errors import InterpolationResolutionError
 from pytorch_metric_learning.distances import BaseDistance
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dmlbench.build import build_distance, build_rerank, needs_map_size
-from dmlbench.components import check_components, check_periods, component, declared, imported, parameters_of
+from dmlbench.build import build_distance, build_rerank, needs_map_size, takes_directions, takes_distance
+from dmlbench.components import check_components, check_periods, component, declared, imported
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
@@ -113,7 +113,7 @@ def _check_head(cfg: DictConfig) -> None:
         raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl has; choose another loss")
     spec = component(cfg.evaluation)
     if distance is not None:
-        if cfg.regularizer is not None:
+        if cfg.regularizer is not None and not getattr(distance, "compares_vectors", False):
             raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
         check_distance_supports(spec, distance)
         _check_comparisons(cfg, distance)
@@ -140,11 +140,12 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
     for key, node in {"loss": cfg.loss, "miner": cfg.miner, **within}.items():
         if node is None:
             continue
-        parameters, _ = parameters_of(imported(node._target_, key))
-        takes_distance = "distance" in parameters and "embedding_size" not in parameters
-        if not takes_distance and key.endswith("miner"):
+        if takes_directions(node, key, distance):
+            continue
+        given = takes_distance(node, key)
+        if not given and key.endswith("miner"):
             raise ConfigError(f"{node._target_} compares vectors, which {name} does not; set {key}=null")
-        if not takes_distance or (key in within and declared(node, "compares_levels")):
+        if not given or (key in within and declared(node, "compares_levels")):
             remedy = "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
             if key in within:
                 remedy = "a loss of pairs or triplets, such as loss@loss.loss=triplet"
@@ -156,9 +157,12 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
             raise ConfigError(f"{key} is made once for each level's distance; add +{key}._partial_=true")
     # These are cheap to make, too; of what the data will say, the number of classes.
     classes = {"num_classes": 2} if declared(cfg.loss, "has_proxies") else {}
-    for node, compared_by in ((cfg.miner, BorrowedDistance(distance)), (cfg.loss, distance)):
-        if node is not None and (classes or not _waits_for_data(node)):
-            component(node, distance=compared_by, **(classes if node is cfg.loss else {}))
+    for key, compared_by in (("miner", BorrowedDistance(distance)), ("loss", distance)):
+        node = cfg[key]
+        if node is None or takes_directions(node, key, distance):
+            continue
+        if classes or not _waits_for_data(node):
+            component(node, distance=compared_by, **(classes if key == "loss" else {}))
 
 
 def _waits_for_data(node: Any) -> bool:

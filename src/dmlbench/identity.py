@@ -37,6 +37,9 @@ NOT_PART_OF_RUN_HASH = (
     "protocol.splits",  # its content is: splits_sha256
 )
 
+# Keys that were added later count only where they differ from these values: runs made before keep their hashes.
+_ADDED = {"loss.simix": False}
+
 # Scores are computed from stored embeddings on demand, so only settings that select the weights count.
 _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
 _KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "kmeans_max_steps")
@@ -214,12 +217,13 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
     evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
     selecting = _KMEANS if monitor in _OF_CLUSTERS else ("shortlist",)
     container["evaluation"] = {key: evaluation.get(key) for key in selecting}
-    for key in excluded:
+    for key in (*excluded, *_ADDED):
         *parents, last = key.split(".")
         node: Any = container
         for parent in parents:
             node = node.get(parent) or {}
-        node.pop(last, None)
+        if key not in _ADDED or node.get(last) == _ADDED[key]:
+            node.pop(last, None)
     table = (container.get("dataset") or {}).get("table") or {}
     for key, value in table.items():
         if isinstance(value, str) and os.path.isabs(value):

@@ -21,7 +21,7 @@ from dmlbench.cli.errors import guarded
 from dmlbench.components import component, imported, parameters_of
 from dmlbench.config import compose, config_folder
 from dmlbench.data.split_file import FORMAT
-from dmlbench.identity import config_id, run_sha256
+from dmlbench.identity import config_id, config_sha256, run_sha256
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -67,6 +67,8 @@ def needed_by(row: dict[str, str]) -> dict[str, str]:
         needed = {"loss": "margin_oodml"}
     if row.get("regularizer") not in (None, "none"):
         needed = {**needed, "pooling": "gsp_small"}
+    if row.get("regularizer") == "hier":
+        needed["head"] = "hyperbolic"
     return {group: option for group, option in needed.items() if group not in row}
 
 
@@ -237,6 +239,12 @@ def test_config_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> 
     for key, value in moved.items():
         assert config(key, value) != config_id(default), key
     assert config_id(compose("train", ["pooling=gmp"])) != config_id(default)
+
+
+def test_keys_added_later_count_where_they_differ() -> None:
+    plain, simix = (compose("train", ["loss=recall_at_k_surrogate", f"loss.simix={x}"]) for x in (False, True))
+    before = compose("train", ["loss=recall_at_k_surrogate", "~loss.simix"])
+    assert config_sha256(plain) == config_sha256(before) != config_sha256(simix)
 
 
 def test_run_hash_knows_coordinates_and_seed() -> None:

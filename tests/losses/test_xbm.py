@@ -181,6 +181,7 @@ PAIRS = {
 NO_PAIRS = {
     *("arcface", "libc", "norm_softmax", "proxy_anchor", "proxy_nca", "proxy_nca_gsp", "proxy_nca_pp", "soft_triple"),
     *("diva", "multi_similarity_oodml", "recall_at_k_surrogate"),
+    *("hist", "pairwise_cross_entropy", "roadmap", "smooth_ap", "sup_ap"),
 }
 
 

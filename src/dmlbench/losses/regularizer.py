@@ -19,11 +19,13 @@ class Regularizer(nn.Module):
             built.
         weight: lambda, the share of the regularizer in the objective.
         num_classes: how many classes it has parameters for; None for any number.
+        curvature: of the hyperbolic head that it needs; None for any head.
         key_momentum: of the momentum encoder, for a regularizer that requires "keys"; else None.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
     num_classes: int | None = None
+    curvature: float | None = None
     key_momentum: float | None = None
 
     def __init__(self, weight: float) -> None:

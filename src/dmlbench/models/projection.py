@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dmlbench.models.closed_form import ClosedForm, Moments, closed_form
 from dmlbench.types import ConfigError, check_at_least, check_choice
 
-Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out", "identity"] | ClosedForm
+Init = Literal["glorot_uniform", "kaiming_uniform_a5", "he_normal_fan_out", "orthogonal", "identity"] | ClosedForm
 
 
 class Head(nn.Module):
@@ -60,8 +60,8 @@ class Projection(Head):
             normalize: divide rows by their L2 norm first; None: with closed forms.
             init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
                 +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0;
-                ``identity``: W = I; ``pca``, ``lda``, ``learned_whitening``: fitted to the training images before the
-                first step, see ``closed_form``.
+                ``orthogonal``: W with orthonormal rows or columns, b at 0; ``identity``: W = I; ``pca``, ``lda``,
+                ``learned_whitening``: fitted to the training images before the first step, see ``closed_form``.
             shrinkage: added to the diagonal of the within-class covariance (lda, learned_whitening).
         """
         super().__init__()
@@ -86,6 +86,8 @@ class Projection(Head):
             nn.init.eye_(self.weight)
         elif init == "he_normal_fan_out":
             nn.init.kaiming_normal_(self.weight, mode="fan_out")
+        elif init == "orthogonal":
+            nn.init.orthogonal_(self.weight)
         else:
             for parameter in self.parameters():
                 nn.init.uniform_(parameter, -(in_features**-0.5), in_features**-0.5)
@@ -123,3 +125,13 @@ class Projection(Head):
 
     def check_embedding_size(self, size: int) -> None:
         """Raise ConfigError if the head cannot make embeddings of this size."""
+
+
+class LayerNormalizedProjection(Projection):
+    """A linear head whose output has zero mean and unit variance over its dimensions (layer norm without weights).
+
+    Source: Lim et al., HIST, CVPR 2022; ljin0429/HIST e7d650c8, code/net/resnet.py.
+    """
+
+    def finished(self, embedding: Tensor) -> Tensor:
+        return F.layer_norm(embedding, embedding.shape[1:])

@@ -32,7 +32,7 @@ class OptimizerSettings:
     decay_batch_norm: bool = False  # weights and biases of normalization layers (batch, layer, group norm)
     decay_biases: bool = False  # all other vectors and scalars: biases, margins, GeM's power, class tokens
     without_decay: Sequence[str] = ()
-    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # by group
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # by group, or module of one: "loss.network"
 
     def __post_init__(self) -> None:
         if not 0 < self.lr <= torch.finfo(torch.float32).max:
@@ -66,9 +66,12 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
     """An optimizer in which every trainable parameter falls in exactly one named group.
 
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay". The ``modules``
-    own all parameters and normalization layers.
+    own all parameters and normalization layers. A multiplier for a module of a group, such as "loss.network", makes a
+    group of that name.
     """
-    for key, names in (("lr_multipliers", settings.lr_multipliers), ("without_decay", settings.without_decay)):
+    groups = _with_modules(groups, [key for key in settings.lr_multipliers if "." in key])
+    multipliers = [key for key in settings.lr_multipliers if "." not in key]
+    for key, names in (("lr_multipliers", multipliers), ("without_decay", settings.without_decay)):
         for name in names:
             if name not in GROUPS:
                 raise ConfigError(f"optim.{key} names the group '{name}': {closest(name, GROUPS)}")
@@ -87,7 +90,9 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
             decays = settings.decay_biases or not is_vector
             if id(parameter) in of_normalization:
                 decays = settings.decay_batch_norm
-            (decaying if decays and group not in settings.without_decay else resting).append(parameter)
+            (decaying if decays and group.partition(".")[0] not in settings.without_decay else resting).append(
+                parameter
+            )
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
         for suffix, parameters, decay in (("", decaying, settings.weight_decay), (", no decay", resting, 0.0)):
             if parameters:
@@ -95,6 +100,21 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
     if not result:
         raise ConfigError("the model has no trainable parameter; unfreeze part of it or use fit=untrained")
     return settings.optimizer(result)
+
+
+def _with_modules(groups: NamedGroups, modules: Iterable[str]) -> dict[str, list[tuple[str, Parameter]]]:
+    """Groups, out of which the parameters of ``modules`` go to groups of their names."""
+    result = {group: list(members) for group, members in groups.items()}
+    for module in modules:
+        group = module.partition(".")[0]
+        prefixes = (f"{module}.", f"objective.{module}.")
+        result[module] = [member for member in result.get(group, []) if member[0].startswith(prefixes)]
+        if not result[module]:
+            raise ConfigError(
+                f"optim.lr_multipliers: got '{module}', which has no trainable parameter here. Remove it."
+            )
+        result[group] = [member for member in result[group] if not member[0].startswith(prefixes)]
+    return {group: members for group, members in result.items() if members}
 
 
 @contextlib.contextmanager
