@@ -218,7 +218,7 @@ def test_plateau_of_falling_scores_is_refused_before_the_first_step(tmp_path) ->
         *[(stop_at, {}) for stop_at in (1, 4, 5, 19)],
         *[(7, {"schedule": schedule}) for schedule in list(SCHEDULES)[2:]],
         (9, {"accumulate": 2, "forward_batch": 3}),  # in the midst of step 5
-        *[(7, {"precision": "fp16", "clip_norm": 1.0, "schedule": "step"})],
+        *[(7, {"ema": 0.9, "warmup_steps": 3}), (7, {"precision": "fp16", "clip_norm": 1.0, "schedule": "step"})],
     ],
 )
 def test_resumed_training_ends_in_the_same_bits(tmp_path, stop_at: int, changes: dict[str, Any]) -> None:
@@ -240,8 +240,9 @@ def test_resumed_training_ends_in_the_same_bits(tmp_path, stop_at: int, changes:
     for ours, theirs in ((model, model2), (objective, objective2)):
         assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
     last, last2 = (torch.load(run_dir / LAST, weights_only=True) for run_dir in (whole_dir, resumed_dir))
-    assert ("gradient_scaler" in last) == ("precision" in changes)
-    assert last.get("gradient_scaler") == last2.get("gradient_scaler")
+    for part, key in (("gradient_scaler", "precision"), ("averaged_weights", "ema")):
+        assert (part in last) == (key in changes)
+        torch.testing.assert_close(last.get(part), last2.get(part), rtol=0, atol=0)
     history = read_history(whole_dir / "history.csv")
     assert history == read_history(resumed_dir / "history.csv")
     rates = {value for _, name, value in history if name == "lr"}

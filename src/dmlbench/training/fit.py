@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from dmlbench.device_copies import batch_on
 from dmlbench.models.net import MetricModel
 from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
+from dmlbench.training.averaged_weights import AveragedWeights
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
 from dmlbench.training.large_batch import accumulate_gradients
@@ -56,9 +58,9 @@ class Batches(Protocol):
 class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
 
-    See ``training.optim`` for warm-up and clipping, ``training.large_batch`` for ``accumulate`` and ``forward_batch``.
-    With ``precision="fp16"`` a ``GradScaler`` scales losses and skips the optimizer's step where a gradient is not
-    finite; the schedule advances nevertheless.
+    See ``training.optim`` for warm-up and clipping, ``training.large_batch`` for ``accumulate`` and ``forward_batch``,
+    ``training.averaged_weights`` for ``ema``. With ``precision="fp16"`` a ``GradScaler`` scales losses and skips the
+    optimizer's step where a gradient is not finite; the schedule and the averages advance nevertheless.
     Losses are read from the GPU every ``log_every`` steps, so a loss that is not finite stops the training at most that
     many steps later.
     """
@@ -79,6 +81,7 @@ class FitSettings:
     clip_norm: float | None = None
     clip_value: float | None = None
     clip_form: ClipForm = "plain"
+    ema: float | None = None  # decay in (0, 1) of an average of the weights, which is scored and saved; None: none
     precision: Precision = "float32"  # bf16, fp16: autocast of the network; losses and distances stay float32
     channels_last: bool = False
     compile: bool = False  # of the training's forward passes; changes weights by rounding
@@ -98,6 +101,10 @@ class FitSettings:
         check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
         check_choice("fit.warmup_batch_norm", self.warmup_batch_norm, ("frozen", "updated"))
         check_choice("fit.precision", self.precision, get_args(Precision))
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(
+                f"fit.ema: got {self.ema}, expected a decay in (0, 1) or null. Set one such as 0.999, or fit.ema=null."
+            )
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
@@ -155,6 +162,7 @@ def fit(
 
     Resumes from ``run_dir/last.ckpt`` if it exists. Writes ``best.ckpt`` (weights) and ``last.ckpt`` (all that the
     next step depends on). If the objective has a ``key_momentum``, a momentum encoder embeds the second views.
+    With ``settings.ema``, ``validate`` sees and ``best.ckpt`` holds averaged weights; ``last.ckpt`` holds both.
 
     Args:
         validate: returns scores; without it the weights of the last step are the result.
@@ -178,6 +186,9 @@ def fit(
     momentum_encoder = None
     if (momentum := getattr(objective, "key_momentum", None)) is not None:
         momentum_encoder = parts_of_state["momentum_encoder"] = MomentumEncoder(model, momentum)
+    averaged = None
+    if settings.ema is not None:
+        averaged = parts_of_state["averaged_weights"] = AveragedWeights(model, settings.ema)
     scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
     if scaler.is_enabled():
         parts_of_state["gradient_scaler"] = scaler
@@ -219,6 +230,8 @@ def fit(
                         optimizer, norm=settings.clip_norm, value=settings.clip_value, form=settings.clip_form
                     )
                     skipped = _step_scaled(scaler, optimizer, device)
+            if averaged is not None:
+                averaged.update()
             if momentum_encoder is not None:
                 momentum_encoder.update()
             step_schedule(scheduled, score=None)
@@ -237,7 +250,8 @@ def fit(
                 is_better, state.best_step = True, step
             elif validate is not None and (step % settings.validate_every == 0 or is_last):
                 is_validated = True
-                scores = validate()
+                with _averaged(parts_of_state):
+                    scores = validate()
                 is_better = state.update(step, scores[settings.monitor], settings)
                 step_schedule(scheduled, score=scores[settings.monitor])
                 monitor.end_validation(state, scores, picture() if loggers and picture else None)
@@ -367,8 +381,15 @@ def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], data_finger
 
 def _save_best(run_dir: Path, state: FitResult, parts: Mapping[str, Any]) -> None:
     best = {"step": state.best_step, "score": state.best_score}
-    states = {name: parts[name].state_dict() for name in ("model", "objective")}
-    save_checkpoint(run_dir / BEST, states | best)
+    with _averaged(parts):  # also the objective, which may share the model's distance
+        states = {name: parts[name].state_dict() for name in ("model", "objective")}
+        save_checkpoint(run_dir / BEST, states | best)
+
+
+def _averaged(parts: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """The model has its averaged weights within the block, if they are among the parts."""
+    averaged: AveragedWeights | None = parts.get("averaged_weights")
+    return nullcontext() if averaged is None else averaged.in_model()
 
 
 def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> FitResult:
