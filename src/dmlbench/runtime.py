@@ -27,7 +27,7 @@ import torch
 from dmlbench.external_files import load_json
 from dmlbench.types import ConfigError, RunError, require_file
 
-Precision = Literal["float32", "bf16"]
+Precision = Literal["float32", "bf16", "fp16"]
 
 _REPORTED_PACKAGES = (
     *("torch", "torchvision", "timm", "pytorch-metric-learning", "numpy", "scikit-learn", "faiss-cpu", "faiss-gpu"),
@@ -117,8 +117,9 @@ def single_threaded_torch() -> Iterator[None]:
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """bf16 autocast for the backbone; parts that need float32 (distances, transport) leave it by themselves."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+    """Half-precision autocast for the backbone; parts that need float32 (distances, transport) leave it themselves."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "float32")
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None:

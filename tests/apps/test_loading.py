@@ -117,6 +117,19 @@ def test_runs_and_exported_folders_give_the_embeddings_of_the_run(name, request,
     assert str(run_dir.parents[3]) not in text  # nothing of this machine
 
 
+@pytest.mark.parametrize("overrides", [("fit.precision=fp16",), AVSL], ids=["fp16", "avsl"])
+def test_a_run_with_ema_is_tested_and_loaded_by_its_averaged_weights(tmp_path, overrides: tuple[str, ...]) -> None:
+    settings = ("fit.ema=0.5", "fit.keep=both")
+    run_dir = trained(tmp_path, *LETTERS, *overrides, *settings)
+    table, kept = data_and_rows(run_dir)
+    model = dmlbench.load(run_dir, device="cpu")
+    assert torch.equal(model.embed(table.pixels[kept.ids.numpy()]), kept.rows)
+    last = torch.load(run_dir / "last.ckpt", weights_only=True)
+    weights = dict(model.network.named_parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in last["averaged_weights"].items())
+    assert not all(torch.equal(value, last["model"][name]) for name, value in weights.items())
+
+
 @pytest.mark.slow
 def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> None:
     table, kept = data_and_rows(of_photos)

@@ -29,6 +29,7 @@ from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel, features_of
 from dmlbench.models.projection import Projection
+from dmlbench.training.averaged_weights import AveragedWeights
 from dmlbench.types import ModelOutput
 
 CLASSES, SIZE, STEPS = 6, 16, 2
@@ -222,6 +223,18 @@ def test_batches_are_those_of_the_cpu(transform: Transform) -> None:
             assert getattr(one, name).device == CUDA
             assert torch.equal(getattr(one, name).twin, getattr(other, name))
         assert torch.equal(one.labels, other.labels) and torch.equal(one.ids, other.ids)
+
+
+def test_averaged_weights() -> None:
+    model = nn.Module()
+    model.weight, model.observer = nn.Parameter(torch.rand(3)), nn.Identity()
+    with pretended_cuda():
+        averaged = AveragedWeights(moved(model), 0.5)  # type: ignore[arg-type]
+        for _ in range(STEPS):
+            averaged.update()
+        with averaged.in_model():
+            assert model.weight.device == CUDA
+        assert {x.device for x in averaged.state_dict().values()} == {CUDA}
 
 
 class TinyBackbone(Backbone):

@@ -70,7 +70,7 @@ def test_model_on_the_gpu_gives_the_embeddings_of_the_cpu(pooling: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 def test_run_on_the_gpu_starts_prototypes_and_learns(tmp_path, precision: str) -> None:
     overrides = [
         *("device=cuda", f"fit.precision={precision}", "fit.channels_last=true", "loss=contrastive", "optim.lr=3e-3"),

@@ -218,6 +218,7 @@ def test_plateau_of_falling_scores_is_refused_before_the_first_step(tmp_path) ->
         *[(stop_at, {}) for stop_at in (1, 4, 5, 19)],
         *[(7, {"schedule": schedule}) for schedule in list(SCHEDULES)[2:]],
         (9, {"accumulate": 2, "forward_batch": 3}),  # in the midst of step 5
+        *[(7, {"ema": 0.9, "warmup_steps": 3}), (7, {"precision": "fp16", "clip_norm": 1.0, "schedule": "step"})],
     ],
 )
 def test_resumed_training_ends_in_the_same_bits(tmp_path, stop_at: int, changes: dict[str, Any]) -> None:
@@ -238,6 +239,10 @@ def test_resumed_training_ends_in_the_same_bits(tmp_path, stop_at: int, changes:
     assert (resumed.step, resumed.best_step, resumed.best_score) == (whole.step, whole.best_step, whole.best_score)
     for ours, theirs in ((model, model2), (objective, objective2)):
         assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+    last, last2 = (torch.load(run_dir / LAST, weights_only=True) for run_dir in (whole_dir, resumed_dir))
+    for part, key in (("gradient_scaler", "precision"), ("averaged_weights", "ema")):
+        assert (part in last) == (key in changes)
+        torch.testing.assert_close(last.get(part), last2.get(part), rtol=0, atol=0)
     history = read_history(whole_dir / "history.csv")
     assert history == read_history(resumed_dir / "history.csv")
     rates = {value for _, name, value in history if name == "lr"}
@@ -327,7 +332,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path) -> None:
         *[{"accumulate": 0}, {"forward_batch": 0}, {"warmup_frozen": ["neck"]}, {"warmup_frozen": "head"}],
         {"warmup_frozen": [], "warmup_steps": 1},
         {"collapse_ratio": 1.0},
-        *[{"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}],
+        *[{"warmup_schedule": "x"}, {"warmup_batch_norm": "x"}, {"precision": "x"}],
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes: dict[str, Any]) -> None:

@@ -7,15 +7,18 @@ import logging
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm import tqdm
@@ -23,6 +26,7 @@ from tqdm import tqdm
 from dmlbench.device_copies import batch_on
 from dmlbench.models.net import MetricModel
 from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
+from dmlbench.training.averaged_weights import AveragedWeights
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
 from dmlbench.training.large_batch import accumulate_gradients
@@ -54,7 +58,9 @@ class Batches(Protocol):
 class FitSettings:
     """Length, selection and numerics of a training; times in optimizer steps.
 
-    See ``training.optim`` for warm-up and clipping, ``training.large_batch`` for ``accumulate`` and ``forward_batch``.
+    See ``training.optim`` for warm-up and clipping, ``training.large_batch`` for ``accumulate`` and ``forward_batch``,
+    ``training.averaged_weights`` for ``ema``. With ``precision="fp16"`` a ``GradScaler`` scales losses and skips the
+    optimizer's step where a gradient is not finite; the schedule and the averages advance nevertheless.
     Losses are read from the GPU every ``log_every`` steps, so a loss that is not finite stops the training at most that
     many steps later.
     """
@@ -75,7 +81,8 @@ class FitSettings:
     clip_norm: float | None = None
     clip_value: float | None = None
     clip_form: ClipForm = "plain"
-    precision: Precision = "float32"  # bf16 is autocast of the network; losses and distances stay float32
+    ema: float | None = None  # decay in (0, 1) of an average of the weights, which is scored and saved; None: none
+    precision: Precision = "float32"  # bf16, fp16: autocast of the network; losses and distances stay float32
     channels_last: bool = False
     compile: bool = False  # of the training's forward passes; changes weights by rounding
     checkpoint_every: int | None = None  # steps between checkpoints, on top of those at validations
@@ -93,6 +100,11 @@ class FitSettings:
                 raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
         check_choice("fit.warmup_schedule", self.warmup_schedule, ("runs", "rests"))
         check_choice("fit.warmup_batch_norm", self.warmup_batch_norm, ("frozen", "updated"))
+        check_choice("fit.precision", self.precision, get_args(Precision))
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(
+                f"fit.ema: got {self.ema}, expected a decay in (0, 1) or null. Set one such as 0.999, or fit.ema=null."
+            )
         if self.collapse_ratio is not None and not 0 < self.collapse_ratio < 1:
             raise ConfigError(f"fit.collapse_ratio: got {self.collapse_ratio}, expected a number in (0, 1) or null.")
         if self.warmup_steps and self.warmup_steps >= self.max_steps > 0:
@@ -114,6 +126,7 @@ class FitResult:
     validations_without_improvement: int = 0
     stop_reason: str = ""
     wall_s: float = 0.0
+    skipped_steps: int = 0  # by the gradient scaler of fp16, included in ``step``
 
     def update(self, step: int, score: float, settings: FitSettings) -> bool:
         """Note a validation's score; returns whether it is the best. May end the training."""
@@ -149,6 +162,7 @@ def fit(
 
     Resumes from ``run_dir/last.ckpt`` if it exists. Writes ``best.ckpt`` (weights) and ``last.ckpt`` (all that the
     next step depends on). If the objective has a ``key_momentum``, a momentum encoder embeds the second views.
+    With ``settings.ema``, ``validate`` sees and ``best.ckpt`` holds averaged weights; ``last.ckpt`` holds both.
 
     Args:
         validate: returns scores; without it the weights of the last step are the result.
@@ -172,8 +186,18 @@ def fit(
     momentum_encoder = None
     if (momentum := getattr(objective, "key_momentum", None)) is not None:
         momentum_encoder = parts_of_state["momentum_encoder"] = MomentumEncoder(model, momentum)
+    averaged = None
+    if settings.ema is not None:
+        averaged = parts_of_state["averaged_weights"] = AveragedWeights(model, settings.ema)
+    scaler = GradScaler(device.type, enabled=settings.precision == "fp16")
+    if scaler.is_enabled():
+        parts_of_state["gradient_scaler"] = scaler
+        # The scaler may skip the first steps of the optimizer.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     state = _restore(run_dir, parts_of_state, data_fingerprint)
-    monitor = _Monitor(run_dir, settings, loggers, device, optimizer, resume_step=state.step)
+    monitor = _Monitor(
+        run_dir, settings, loggers, device, optimizer, resume_step=state.step, skipped_steps=state.skipped_steps
+    )
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
 
     def next_batch() -> Batch:
@@ -198,13 +222,16 @@ def fit(
             with frozen(settings.warmup_frozen if in_warmup else (), model, objective, training=updated):
                 values = accumulate_gradients(
                     model, objective, next_batch, step=step, forward=forward, keys=keys_of,
-                    accumulate=settings.accumulate, forward_batch=settings.forward_batch,
+                    accumulate=settings.accumulate, forward_batch=settings.forward_batch, scale=scaler.scale,
                 )  # fmt: skip
+                scaler.unscale_(optimizer)
                 with decay_added(optimizer, settings.clip_form):
                     norm = clip_gradients(
                         optimizer, norm=settings.clip_norm, value=settings.clip_value, form=settings.clip_form
                     )
-                    optimizer.step()
+                    skipped = _step_scaled(scaler, optimizer, device)
+            if averaged is not None:
+                averaged.update()
             if momentum_encoder is not None:
                 momentum_encoder.update()
             step_schedule(scheduled, score=None)
@@ -214,7 +241,7 @@ def fit(
                     optimizer.state.clear()
 
             state.step = step
-            monitor.end_step(step, values, norm, time.monotonic() - step_started)
+            monitor.end_step(step, values, norm, skipped, time.monotonic() - step_started)
             is_last = step == settings.max_steps
             if is_last:
                 state.stop_reason = "max_steps"
@@ -223,7 +250,8 @@ def fit(
                 is_better, state.best_step = True, step
             elif validate is not None and (step % settings.validate_every == 0 or is_last):
                 is_validated = True
-                scores = validate()
+                with _averaged(parts_of_state):
+                    scores = validate()
                 is_better = state.update(step, scores[settings.monitor], settings)
                 step_schedule(scheduled, score=scores[settings.monitor])
                 monitor.end_validation(state, scores, picture() if loggers and picture else None)
@@ -231,6 +259,7 @@ def fit(
             state.wall_s = time.monotonic() - started
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
                 monitor.deferred.read()  # a signal may end a step whose losses were not read
+                state.skipped_steps = monitor.deferred.skipped_steps
                 _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
@@ -238,11 +267,13 @@ def fit(
                     goes_on = on_validation(step, state.best_score)
 
     monitor.close()
+    if state.skipped_steps:
+        log.info("fp16: %d of %d steps skipped, as gradients were not finite", state.skipped_steps, state.step)
     if not goes_on:
         raise Pruned(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
-        _save_best(run_dir, state, {"model": model.state_dict(), "objective": objective.state_dict()})
+        _save_best(run_dir, state, parts_of_state)
     elif state.best_step:
         best = load_checkpoint(run_dir / BEST)
         model.load_state_dict(best["model"])
@@ -261,14 +292,26 @@ def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: to
     return forward
 
 
+def _step_scaled(scaler: GradScaler, optimizer: Optimizer, device: torch.device) -> Tensor | None:
+    """Step the optimizer by unscaled gradients; returns whether the scaler skipped it, on the device, or None."""
+    if not scaler.is_enabled():
+        optimizer.step()
+        return None
+    one = torch.ones((), device=device)
+    before = scaler.scale(one)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.scale(one) < before  # only a skipped step lowers the scale
+
+
 class _Monitor:
     """Progress bar, ``history.csv`` and loggers of a training."""
 
     def __init__(
         self, run_dir: Path, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
-        optimizer: Optimizer, *, resume_step: int,
+        optimizer: Optimizer, *, resume_step: int, skipped_steps: int,
     ) -> None:  # fmt: skip
-        self.deferred = DeferredMetrics()
+        self.deferred = DeferredMetrics(skipped_steps)
         self.trained_images = 0  # since the loggers were last told
         self._trained_s = 0.0
         self._settings, self._loggers, self._device = settings, loggers, device
@@ -284,9 +327,11 @@ class _Monitor:
             total=settings.max_steps, initial=resume_step, unit="step", disable=not sys.stderr.isatty(), leave=False
         )
 
-    def end_step(self, step: int, values: Sequence[BatchValues], norm: Tensor, seconds: float) -> None:
+    def end_step(
+        self, step: int, values: Sequence[BatchValues], norm: Tensor, skipped: Tensor | None, seconds: float
+    ) -> None:
         """Keep a step's losses; read them back where they are logged or followed by a validation or checkpoint."""
-        self.deferred.add(step, values, norm)
+        self.deferred.add(step, values, norm, skipped)
         if step == self._settings.max_steps or any(step % n == 0 for n in self._read_at):
             self.deferred.read()
         self._trained_s += seconds
@@ -331,12 +376,20 @@ def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], data_finger
     rest = {"progress": asdict(state), "random": random_state(), "data_fingerprint": data_fingerprint}
     save_checkpoint(run_dir / LAST, states | rest)
     if is_best:
-        _save_best(run_dir, state, states)
+        _save_best(run_dir, state, parts)
 
 
-def _save_best(run_dir: Path, state: FitResult, states: Mapping[str, Any]) -> None:
+def _save_best(run_dir: Path, state: FitResult, parts: Mapping[str, Any]) -> None:
     best = {"step": state.best_step, "score": state.best_score}
-    save_checkpoint(run_dir / BEST, {"model": states["model"], "objective": states["objective"], **best})
+    with _averaged(parts):  # also the objective, which may share the model's distance
+        states = {name: parts[name].state_dict() for name in ("model", "objective")}
+        save_checkpoint(run_dir / BEST, states | best)
+
+
+def _averaged(parts: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """The model has its averaged weights within the block, if they are among the parts."""
+    averaged: AveragedWeights | None = parts.get("averaged_weights")
+    return nullcontext() if averaged is None else averaged.in_model()
 
 
 def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> FitResult:
@@ -361,7 +414,7 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> 
             f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run again"
         ) from error
     if state.best_step == state.step:  # the process may have died before it wrote best.ckpt
-        _save_best(run_dir, state, saved)
+        _save_best(run_dir, state, parts)
     elif state.best_step and not (run_dir / BEST).exists():
         raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
     log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)

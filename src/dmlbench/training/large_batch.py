@@ -17,11 +17,13 @@ from dmlbench.types import Batch, ConfigError, ModelOutput
 Forward = Callable[[Tensor], ModelOutput]
 Keys = Callable[[Tensor], Tensor]
 """From images [N, 3, H, W] to embeddings [N, D] without gradients."""
+Scale = Callable[[Tensor], Tensor]
+"""From a loss to what is differentiated, as ``GradScaler.scale``."""
 
 
 def accumulate_gradients(
     model: MetricModel, objective: nn.Module, next_batch: Callable[[], Batch], *, step: int, forward: Forward,
-    keys: Keys | None = None, accumulate: int = 1, forward_batch: int | None = None,
+    keys: Keys | None = None, accumulate: int = 1, forward_batch: int | None = None, scale: Scale | None = None,
 ) -> list[BatchValues]:  # fmt: skip
     """Add the gradient of the mean loss of ``accumulate`` batches to every parameter's ``grad``.
 
@@ -41,6 +43,7 @@ def accumulate_gradients(
         forward: the model in the precision and memory format of the training.
         keys: embeds second views, without changes and random numbers; None where the objective wants none.
         forward_batch: images per forward pass; None takes a batch at once.
+        scale: of the gradients; the returned losses are not scaled.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021 (GradCache),
     section 3.2.
@@ -57,7 +60,8 @@ def accumulate_gradients(
         def backward(output: ModelOutput, batch: Batch = batch, side: dict[str, Tensor] = side) -> None:
             noted = model.observe(output, step=step) or {}
             losses = objective(ModelOutput(output.embedding, {**output.side, **side}), batch.labels, step=step)
-            (losses["loss"] / accumulate).backward()
+            loss = losses["loss"] / accumulate
+            (loss if scale is None else scale(loss)).backward()
             values.append(BatchValues({name: value.detach() for name, value in losses.items()}, noted))
 
         if parts == 1:
