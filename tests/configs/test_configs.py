@@ -27,6 +27,7 @@ from dmlbench.types import ConfigError, ModelOutput
 
 CONF = config_folder()
 WITHOUT_WEIGHTS = ("bn_inception", "resnet50", "timm", "vit_small", "dinov2_small", "clip_vit_b16")
+WITHOUT_WEIGHTS += ("deit_small", "dino_vit_small")
 WITHOUT_WEIGHTS += ("bn_inception_levels", "resnet50_levels", "googlenet")
 WITHOUT_WEIGHTS += ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")
 # What is made for several levels goes together.

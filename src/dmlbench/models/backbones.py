@@ -294,7 +294,9 @@ class TimmBackbone(Backbone):
             image_size: side, or height and width, that position embeddings are resampled to once. None: as the weights
                 have them. ViT, DINOv2, CLIP, EVA and Swin take other sizes as well, resampling in every step.
             pad_images: pad images at the bottom and the right with the mean color, up to whole patches.
-            frozen_until: of CNNs a stage or block such as ``layer3`` or ``blocks.4``, of ViTs ``blocks.<i>``, or "all".
+            frozen_until: of CNNs a stage or block such as ``layer3`` or ``blocks.4``; of ViTs ``patch_projection`` (the
+                patch embedding's layers), ``patch_embed`` (also position embeddings and prefix tokens) or
+                ``blocks.<i>``; or "all".
         """
         model = _create(name, pretrained=pretrained and weights_file is None)
         channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
@@ -339,12 +341,17 @@ class TimmBackbone(Backbone):
         model: Any = self.model
         if isinstance(model, VisionTransformer):
 
-            def embed(images: Tensor) -> Tensor:
-                images = fit_images(images, name=self._name, model=model, pad=self._pad_images)
-                return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+            def project(images: Tensor) -> Tensor:
+                return model.patch_embed(fit_images(images, name=self._name, model=model, pad=self._pad_images))
 
-            layers = [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
-            found = {"patch_embed": Stage(embed, layers, list(model.parameters(recurse=False)))}
+            def embed(patches: Tensor) -> Tensor:
+                return model.norm_pre(model.patch_drop(model._pos_embed(patches.contiguous())))
+
+            layers = [model.pos_drop, model.patch_drop, model.norm_pre]
+            found = {
+                "patch_projection": Stage(project, [model.patch_embed]),
+                "patch_embed": Stage(embed, layers, list(model.parameters(recurse=False))),
+            }
             layout: Sequence[tuple[str, ...]] = (("blocks",), ("norm",))
         else:
             found = {}
