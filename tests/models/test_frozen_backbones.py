@@ -95,7 +95,7 @@ def test_stages_that_cannot_be_named_are_errors(make: Callable[..., Backbone], s
 
 @pytest.mark.parametrize("name", ["test_vit", "deit_tiny_distilled_patch16_224"])
 def test_frozen_patch_projection_is_that_of_hyp_vit(name: str) -> None:
-    """htdt/hyp_metric, model.py: ``freeze(model, 0)`` freezes ``patch_embed`` and ``pos_drop``, which has no weights."""
+    """htdt/hyp_metric, model.py: ``freeze(model, 0)`` freezes ``patch_embed`` and ``pos_drop`` (no weights)."""
     backbone = TimmBackbone(name, pretrained=False, frozen_until="patch_projection")
     frozen = {name for name, p in backbone.named_parameters() if not p.requires_grad}
     assert frozen == {"model.patch_embed.proj.weight", "model.patch_embed.proj.bias"}

@@ -165,6 +165,17 @@ class Backbone(nn.Module):
         """The steps of ``forward`` by name, in order; empty where the network cannot be cut."""
         return {}
 
+    def layer_ids(self) -> dict[str, int]:
+        """The layer of every parameter by its name, 0 for the lowest, for ``optim.layer_decay``.
+
+        Raises:
+            ConfigError: layers of this network are unknown.
+        """
+        raise ConfigError(
+            f"optim.layer_decay: got a backbone of {type(self).__name__}, expected one whose layers timm groups. "
+            "Set it to null."
+        )
+
     def maps_of(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Maps of images [B, 3, H, W], or of records of a feature cache where ``stored`` is set."""
         if self.stored is None:
@@ -363,6 +374,14 @@ class TimmBackbone(Backbone):
             else:
                 found[names[0]] = Stage(nn.Sequential(*modules), modules)
         return found
+
+    def layer_ids(self) -> dict[str, int]:
+        from timm.models import group_parameters
+
+        if not hasattr(self.model, "group_matcher"):
+            return super().layer_ids()
+        layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        return {f"model.{name}": int(layer) for name, layer in layers.items()}
 
     @torch.no_grad()
     def _check_stage(self, name: str) -> None:
