@@ -89,6 +89,7 @@ def components(node: Any) -> Iterator[dict[str, Any]]:
 
 DERIVED = {
     *("in_features", "in_channels", "map_sizes", "distance", "mean", "std", "out_levels", "out_indices"),
+    "hub_config",
     *("run_dir", "run_id", "configuration"),
     *("num_channels", "labels", "seed", "optimizer", "make_objective", "vectors"),
 }

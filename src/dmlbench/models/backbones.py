@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dmlbench.models.hub import create_any_size, create_from_hub, hub_id, portable, read_hub_config
 from dmlbench.models.tokens import as_map, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError, check_choice, closest
@@ -280,6 +281,9 @@ class TimmBackbone(Backbone):
     timm's own pooling of the same features, and the layers between it and the classifier.
 
     The tag of a name selects the weights, and with them mean and standard deviation.
+
+    Attributes:
+        hub_config: architecture, its arguments and facts of the weights of a model of the Hugging Face hub; else None.
     """
 
     def __init__(
@@ -293,10 +297,12 @@ class TimmBackbone(Backbone):
         image_size: int | Sequence[int] | None = None,
         pad_images: bool = False,
         frozen_until: str | None = None,
+        hub_config: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            name: model of timm, with or without a tag of its weights.
+            name: model of timm, with or without a tag of its weights; or ``hf_hub:owner/model``, one of the Hugging
+                Face hub in timm's format.
             pretrained: start from the published weights (from ``weights_file``, timm's cache or the network).
             weights_file: ``.pth`` or ``.safetensors`` with the names of timm's full model; loaded whenever given.
                 A classifier in it is ignored.
@@ -308,11 +314,21 @@ class TimmBackbone(Backbone):
             frozen_until: of CNNs a stage or block such as ``layer3`` or ``blocks.4``; of ViTs ``patch_projection`` (the
                 patch embedding's layers), ``patch_embed`` (also position embeddings and prefix tokens) or
                 ``blocks.<i>``; or "all".
+            hub_config: ``hub_config`` of another ``TimmBackbone``, which replaces ``config.json`` of the hub; set by
+                exports, which load without a network connection.
         """
-        model = _create(name, pretrained=pretrained and weights_file is None)
+        download = pretrained and weights_file is None
+        if hub_config is None and hub_id(name) is not None:
+            hub_config = read_hub_config(name)
+        if hub_config is None:
+            model = _create(name, pretrained=download)
+        else:
+            model = create_from_hub(name, hub_config, pretrained=download)
+            hub_config = portable(hub_config)
         channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
         super().__init__(channels, mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
         self.native_channels = int(getattr(model, "head_hidden_size", model.num_features))
+        self.hub_config = hub_config
         self._name = name
         self._pad_images = pad_images
         self._out_indices = None if out_indices is None else list(out_indices)
@@ -437,12 +453,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if cached is not None:  # by path: a name would ask the server for a newer version first
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
     try:
-        try:
-            return timm.create_model(name, dynamic_img_size=True, **options)
-        except TypeError as error:
-            if "dynamic_img_size" not in str(error):
-                raise
-            return timm.create_model(name, **options)  # a network without this choice: any size, or one alone
+        return create_any_size(name, **options)
     except Exception as error:
         if not pretrained or config is None:
             raise
