@@ -132,6 +132,8 @@ def embedded(
 def build_model(cfg: DictConfig) -> MetricModel:
     """Backbone, pooling and head; sets what ``runtime`` says about the maps and embeddings."""
     backbone = component(cfg.backbone)
+    if (tuning := component(cfg.get("tuning"))) is not None:
+        tuning.apply(backbone)
     OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
     given: dict[str, Any] = {"in_channels": list(backbone.channels)}
     if needs_map_size(cfg) or "map_sizes" in _head_parameters(cfg):

@@ -37,7 +37,7 @@ _TOLERANCE = 1e-4
 _EXPORTED_BATCH, _CHECKED_BATCHES = 11, (1, 3)
 """A size that no other dimension is likely to have, which tracing would take for the same."""
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_CHOICES = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule", "recipe")
+_CHOICES = ("backbone", "tuning", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule", "recipe")
 
 
 class NoGraph(RunError):

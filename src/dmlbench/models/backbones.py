@@ -81,6 +81,7 @@ class Backbone(nn.Module):
         channels: channels of the maps that ``forward`` returns.
         native_channels: width of the vector that ``native`` returns.
         frozen_until: the last frozen stage, "all" or None.
+        tuning: name of the parameter-efficient method that trains it, or None (see ``parameter_efficient``).
         stored: layout of the records that ``maps_of`` takes in place of images; None takes images.
         weights_license: of the published weights that ``pretrained`` loads, as hubs call it.
     """
@@ -117,6 +118,7 @@ class Backbone(nn.Module):
         self._value_range = value_range
         self._batch_norm: BatchNormFreezing = "none"
         self.frozen_until: str | None = None
+        self.tuning: str | None = None
         self.stored: StoredMaps | None = None
         # Not part of the weights: a public weights file has no such entries.
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
