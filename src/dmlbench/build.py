@@ -36,7 +36,7 @@ from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_cha
 from dmlbench.models.projection import Head
 from dmlbench.runtime import autocast, derive_seed, seed_everything
 from dmlbench.training.fit import FitSettings
-from dmlbench.training.optim import make_optimizer, parameter_groups
+from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
 
@@ -132,6 +132,8 @@ def embedded(
 def build_model(cfg: DictConfig) -> MetricModel:
     """Backbone, pooling and head; sets what ``runtime`` says about the maps and embeddings."""
     backbone = component(cfg.backbone)
+    if (tuning := component(cfg.get("tuning"))) is not None:
+        tuning.apply(backbone)
     OmegaConf.update(cfg, "runtime.num_channels", backbone.channels[-1])
     given: dict[str, Any] = {"in_channels": list(backbone.channels)}
     if needs_map_size(cfg) or "map_sizes" in _head_parameters(cfg):
@@ -344,7 +346,11 @@ def build_optimizer(
     """Optimizer over the named groups, and its schedule or None; with a ``plan``, the plan's rates instead."""
     assert isinstance(model, nn.Module)
     groups = parameter_groups(model.parameter_groups(), objective)
-    optimizer = make_optimizer(groups, component(cfg.optim), modules=(model, objective))
+    settings: OptimizerSettings = component(cfg.optim)
+    layers: dict[str, int] | None = None
+    if settings.layer_decay is not None:
+        layers = {f"backbone.{name}": layer for name, layer in model.backbone.layer_ids().items()}
+    optimizer = make_optimizer(groups, settings, modules=(model, objective), layers=layers)
     if plan is not None:
         return optimizer, replayed(optimizer, plan, steps_per_epoch=cfg.runtime.steps_per_epoch)
     if cfg.schedule is not None and cfg.fit.max_steps:  # epochs are known now

@@ -17,7 +17,9 @@ from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.types import ConfigError, check_file_name, closest, nodes
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
-_COMPONENTS = ("dataset.table", "protocol", "backbone", "pooling", "head", "loss", "miner", "sampler", "rerank")
+_COMPONENTS = (
+    *("dataset.table", "protocol", "backbone", "tuning", "pooling", "head", "loss", "miner", "sampler", "rerank"),
+)
 
 
 def check(cfg: DictConfig) -> None:
@@ -58,9 +60,15 @@ def check_values(cfg: DictConfig) -> None:
         if not container["transform"].get(part):
             raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
     check_file_name(cfg.dataset.name, "dataset.name")
+    if cfg.tuning is not None and cfg.feature_cache is not None:
+        raise ConfigError(
+            f"tuning: got {cfg.tuning._target_} with a feature cache, expected features that do not change. Set "
+            "feature_cache=none or tuning=none."
+        )
     _check_head(cfg)
     # What is cheap to make is made: its constructor knows the ranges of its values.
-    for node in (cfg.fit, cfg.optim, cfg.evaluation, cfg.transform.train, cfg.transform.eval, cfg.pooling):
+    transforms = (cfg.transform.train, cfg.transform.eval)
+    for node in (cfg.fit, cfg.optim, cfg.evaluation, *transforms, cfg.pooling, cfg.tuning):
         if node is not None and not _waits_for_data(node):
             component(node)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]

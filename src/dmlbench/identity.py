@@ -197,7 +197,8 @@ def contents(cfg: DictConfig | dict[str, Any]) -> dict[str, str]:
 
 def changed_code(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     """Files of user code of a run's model and data that changed since its result was written."""
-    now = contents({key: config.get(key) for key in ("dataset", "transform", "backbone", "pooling", "head", "rerank")})
+    parts = ("dataset", "transform", "backbone", "tuning", "pooling", "head", "rerank")
+    now = contents({key: config.get(key) for key in parts})
     then = result.get("code_sha256") or {}
     return [name for name, digest in then.items() if now.get(f"code.{name}", digest) != digest]
 

@@ -293,6 +293,7 @@ def _result(
         "device": runtime.device_name(setup.device),
         "training": {
             "frozen_until": setup.model.backbone.frozen_until,
+            "tuning": setup.model.backbone.tuning,
             "trained_parameters": sum(p.numel() for group in groups for p in group["params"]),
             "image_size": list(experiment.image_size),
             "views": setup.images.cache.settings.views if isinstance(setup.images, FeatureView) else None,

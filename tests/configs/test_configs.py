@@ -27,6 +27,7 @@ from dmlbench.types import ConfigError, ModelOutput
 
 CONF = config_folder()
 WITHOUT_WEIGHTS = ("bn_inception", "resnet50", "timm", "vit_small", "dinov2_small", "clip_vit_b16")
+WITHOUT_WEIGHTS += ("deit_small", "dino_vit_small")
 WITHOUT_WEIGHTS += ("bn_inception_levels", "resnet50_levels", "googlenet")
 WITHOUT_WEIGHTS += ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")
 # What is made for several levels goes together.
@@ -40,6 +41,7 @@ TOGETHER = (
     ("pooling", "loss", "fit", "optim", "schedule", "transform"),
     ("backbone", "dataset", "sampler", "protocol", "logger", "evaluation", "paths", "feature_cache"),
     ("miner", "regularizer", "rerank"),
+    ("tuning",),
     ("head",),
 )
 
@@ -65,6 +67,8 @@ def needed_by(row: dict[str, str]) -> dict[str, str]:
         needed = {"backbone": LEVELS["backbone"], **needed}
     if row.get("miner") == "rho_distance_weighted":
         needed = {"loss": "margin_oodml"}
+    if row.get("tuning") not in (None, "none"):
+        needed = {**needed, "backbone": "vit_small"}
     if row.get("regularizer") not in (None, "none"):
         needed = {**needed, "pooling": "gsp_small"}
     if row.get("regularizer") == "hier":
@@ -90,10 +94,11 @@ def components(node: Any) -> Iterator[dict[str, Any]]:
 
 DERIVED = {
     *("in_features", "in_channels", "map_sizes", "distance", "mean", "std", "out_levels", "out_indices"),
+    "hub_config",
     *("run_dir", "run_id", "configuration"),
     *("num_channels", "labels", "seed", "optimizer", "make_objective", "vectors"),
 }
-MADE = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation")
+MADE = ("backbone", "tuning", "pooling", "head", "loss", "miner", "optim", "schedule", "fit", "evaluation")
 
 
 def test_every_option_is_in_one_row() -> None:
@@ -105,7 +110,8 @@ def test_every_option_is_in_one_row() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[" ".join(f"{g}={o}" for g, o in row.items()) for row in ROWS])
 def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(row: dict[str, str], tmp_path: Path) -> None:
-    overrides = [f"{group}={option}" for group, option in {**row, **needed_by(row)}.items()]
+    choices = {**row, **needed_by(row)}
+    overrides = [f"{group}={option}" for group, option in choices.items()]
     if row.get("protocol") == "oodml":
         halves = {"train": ["a"], "test": ["b"], "fitted": [], "validation": []}
         split = {"name": "1", "kind": "default", "distance": 1.0, **halves}
@@ -121,10 +127,10 @@ def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(row: 
             parameters, _ = parameters_of(imported(node["_target_"], group))
             assert set(parameters) - set(node) - DERIVED == set()
     if row.keys() & set(MADE):
-        if row.get("backbone") in WITHOUT_WEIGHTS:
+        if choices.get("backbone") in WITHOUT_WEIGHTS:
             cfg.backbone.pretrained = False
         # drawing the weights of large networks would take seconds
-        with torch.device("meta" if "backbone" in row else "cpu"):
+        with torch.device("cpu" if row.keys().isdisjoint(("backbone", "tuning")) else "meta"):
             make(cfg, with_images=not row.keys().isdisjoint(("pooling", "loss", "miner")))
 
 

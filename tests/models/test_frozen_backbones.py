@@ -29,8 +29,11 @@ CASES = [
     (timm("convnext_atto"), "stages.2", "model.stages.3.downsample.0.weight"),
     (timm("vit_tiny_patch16_224"), "blocks.9", "model.blocks.10.norm1.weight"),
     (timm("mobilenetv2_035"), "blocks.4", "model.blocks.5.0.conv_pw.weight"),
+    (timm("test_vit"), "patch_projection", "model.pos_embed"),
+    (timm("test_vit"), "patch_embed", "model.blocks.0.norm1.weight"),
 ]
 NAMES = ["resnet20", "bn_inception", "googlenet", "efficientnet", "resnet18", "convnext", "vit", "mobilenetv2"]
+NAMES += ["vit_patch_projection", "vit_patch_embed"]
 
 
 @pytest.mark.parametrize("make, stage, first_trained", CASES, ids=NAMES)
@@ -88,3 +91,13 @@ def test_the_frozen_part_and_the_rest_are_the_whole_and_gradients_stop_there(
 def test_stages_that_cannot_be_named_are_errors(make: Callable[..., Backbone], stage: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(frozen_until=stage)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "deit_tiny_distilled_patch16_224"])
+def test_frozen_patch_projection_is_that_of_hyp_vit(name: str) -> None:
+    """htdt/hyp_metric, model.py: ``freeze(model, 0)`` freezes ``patch_embed`` and ``pos_drop`` (no weights)."""
+    backbone = TimmBackbone(name, pretrained=False, frozen_until="patch_projection")
+    frozen = {name for name, p in backbone.named_parameters() if not p.requires_grad}
+    assert frozen == {"model.patch_embed.proj.weight", "model.patch_embed.proj.bias"}
+    backbone.native(torch.randn(2, 3, SIDE, SIDE)).sum().backward()
+    assert {name for name, p in backbone.named_parameters() if p.grad is None} == frozen

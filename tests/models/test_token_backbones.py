@@ -114,7 +114,7 @@ def test_weights_file_of_the_full_model_fits_whatever_the_image_size(name: str, 
         torch.testing.assert_close(backbone.native(images(64, 64)), expected)
 
 
-@pytest.mark.parametrize("option", ["vit_small", "dinov2_small", "clip_vit_b16"])
+@pytest.mark.parametrize("option", ["vit_small", "dinov2_small", "clip_vit_b16", "deit_small", "dino_vit_small"])
 def test_configured_networks_are_published_and_normalize_as_they_were_trained(option: str, repository: Path) -> None:
     config = OmegaConf.load(repository / "conf" / "backbone" / f"{option}.yaml")
     assert timm.list_pretrained(config.name) == [config.name]
@@ -145,6 +145,18 @@ def test_native_vector_is_what_timm_gives_to_its_classifier(name: str) -> None:
         if not hasattr(whole, "patch_embed"):
             assert torch.equal(vector, whole(x))
     assert vector.shape == (2, backbone.native_channels)
+
+
+def test_native_vector_of_hyp_vits_networks_is_what_their_whole_networks_return() -> None:
+    """DeiT: the mean of class and distillation token, in training, too; DINO: the class token."""
+    x = images(64, 64)
+    for name, wanted in (("deit_tiny_distilled_patch16_224", (0, 1)), ("vit_small_patch16_224.dino", (0,))):
+        backbone = build(name)
+        with torch.no_grad():
+            tokens = backbone.model.forward_features(x)
+            for training in (False, True):
+                assert torch.equal(backbone.train(training).native(x), tokens[:, wanted].mean(dim=1))
+            assert torch.equal(backbone.native(x), backbone.model(x))
 
 
 def test_native_vector_of_a_network_outside_timm_is_the_average() -> None:

@@ -252,6 +252,15 @@ def test_gains_need_untrained_rows_and_their_columns_need_frozen_layers() -> Non
     assert gains_over_frozen([trained], ["map_at_r"]) == {}
 
 
+def test_tuned_rows_have_columns_of_the_method_and_of_trained_parameters() -> None:
+    tuned, full = (summary("linear", 0.25, val=0.5, dimension=128, trained=count) for count in (5000, 22_000_000))
+    for row, method in ((tuned, "lora"), (full, None)):
+        row["training"] |= {"frozen_until": None, "tuning": method}
+    columns = gains_over_frozen([tuned, full], ["map_at_r"])
+    assert columns["tuning"] == ["lora", None] and "frozen" not in columns
+    assert columns["trained"] == ["5,000", "22,000,000"]
+
+
 def _write_table(path: Path, *rows: str, kinds: tuple[str, ...] = ("separated",)) -> None:
     names = [f"{kind} (8-D) {metric}" for kind in kinds for metric in ("P@1", "MAP@R")]
     head = ",".join(["row", *(f"{name} {what}" for name in names for what in ("mean", "std")), "notes"])

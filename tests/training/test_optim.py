@@ -1,12 +1,16 @@
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from dmlbench.models.backbones import TimmBackbone
+from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.training.optim import (
     HarmonicPlateau,
     OptimizerSettings,
@@ -79,6 +83,9 @@ def test_nothing_of_a_group_without_decay_decays() -> None:
     [
         ({"lr": 0.0}, r"optim\.lr \(0\.0\)"),
         ({"weight_decay": -1.0}, r"optim\.weight_decay \(-1\.0\)"),
+        ({"layer_decay": 0.0}, r"optim\.layer_decay: got 0\.0, expected a number in \(0, 1\] or null"),
+        ({"layer_decay": 1.5}, r"optim\.layer_decay: got 1\.5"),
+        ({"layer_decay": 0.5}, r"optim\.layer_decay: got 0\.5 with a frozen backbone"),
         ({"without_decay": ["proxies"]}, r"optim\.without_decay names the group 'proxies'"),
         ({"lr_multipliers": {"proxy": 1.0}}, r"'proxy'.*known: backbone, distance, head, loss, pooling"),
     ],
@@ -252,3 +259,102 @@ def test_a_harmonic_plateau_waits_for_the_mean_of_the_score_and_one() -> None:
     scores = [0.5, 0.5075, 0.6]  # + 1.5 % of R is 0.99 % of 2R / (1 + R)
     assert rates(lr_scheduler.ReduceLROnPlateau, scores) == [1.0, 1.0, 1.0]
     assert rates(HarmonicPlateau, scores) == pytest.approx([1.0, 0.1, 0.1])
+
+
+# --- layer-wise learning-rate decay
+
+
+class _TimmModel(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.backbone = TimmBackbone(name, pretrained=False)
+        self.head = nn.Linear(self.backbone.channels[-1], 4)
+
+    def optimizer(self, **changes: object) -> Optimizer:
+        groups = {name: list(getattr(self, name).named_parameters(name)) for name in ("backbone", "head")}
+        groups = {name: [(key, p) for key, p in members if p.requires_grad] for name, members in groups.items()}
+        layers = {f"backbone.{name}": layer for name, layer in self.backbone.layer_ids().items()}
+        return make_optimizer(groups, _settings(**changes), modules=[self], layers=layers)
+
+    def by_name(self, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
+        found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+        return {name: found[id(p)] for name, p in self.named_parameters() if id(p) in found}
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit2", "resnet10t", "test_convnext", "test_efficientnet"])
+def test_layers_learn_at_the_rates_of_timm(name: str) -> None:
+    model = _TimmModel(name)
+    optimizer = model.optimizer(layer_decay=0.75)
+    scales = {id(p): g["lr_scale"] for g in param_groups_layer_decay(model.backbone.model) for p in g["params"]}
+    assert len(set(scales.values())) > 3
+    rates = model.by_name(optimizer)
+    for name, p in model.named_parameters():
+        assert rates[name][0] == pytest.approx(1e-3 * scales.get(id(p), 1.0), rel=1e-12)
+    assert optimizer.param_groups[0]["lr"] == 1e-3  # the rate that is logged
+
+
+def test_rate_of_a_vits_layer_is_the_factor_to_the_number_of_layers_above() -> None:
+    model = _TimmModel("test_vit")  # six blocks
+    model.backbone.model.blocks[5].requires_grad_(False)  # frozen layers count
+    model.backbone.model.norm.requires_grad_(False)  # timm: in the last block's layer
+    rates = model.by_name(model.optimizer(layer_decay=0.5, lr_multipliers={"backbone": 0.1, "head": 2.0}))
+    assert rates["backbone.model.cls_token"][0] == rates["backbone.model.patch_embed.proj.weight"][0]
+    assert rates["backbone.model.cls_token"][0] == pytest.approx(1e-4 * 0.5**6)
+    for block in range(5):
+        assert rates[f"backbone.model.blocks.{block}.attn.qkv.weight"][0] == pytest.approx(1e-4 * 0.5 ** (5 - block))
+    assert rates["head.weight"][0] == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"decay_batch_norm": True}, {"decay_biases": True}, {"without_decay": ["head"]}]
+)
+def test_layer_decay_leaves_weight_decay_and_schedules_alone(changes: dict[str, object]) -> None:
+    model = _TimmModel("test_vit")
+    plain, decayed = model.optimizer(**changes), model.optimizer(layer_decay=0.5, **changes)
+    assert {n: wd for n, (_, wd) in model.by_name(plain).items()} == {
+        n: wd for n, (_, wd) in model.by_name(decayed).items()
+    }
+    names = [group["name"] for group in decayed.param_groups]
+    assert len(set(names)) == len(names) and names[0].startswith("backbone, layer 6")
+    before = model.by_name(decayed)
+    schedule = lr_scheduler.LambdaLR(decayed, WarmupCosine(4, 20, 0.1, 0.0))
+    for step in range(8):
+        factor = WarmupCosine(4, 20, 0.1, 0.0)(step)
+        for name, (lr, _) in model.by_name(decayed).items():
+            assert lr == pytest.approx(before[name][0] * factor, rel=1e-12)
+        decayed.step()
+        schedule.step()
+
+
+def test_layer_decay_of_one_is_the_plain_optimizer_and_resumes_to_the_same_bits() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 32, 32)
+
+    def trained(model: _TimmModel, optimizer: Optimizer, steps: int) -> dict[str, Tensor]:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model.head(model.backbone.native(images)).square().sum().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    start = _TimmModel("test_vit")
+    first, second = copy.deepcopy(start), copy.deepcopy(start)
+    plain = trained(first, first.optimizer(), 3)
+    other = trained(second, second.optimizer(layer_decay=1.0), 3)
+    assert all(torch.equal(value, other[name]) for name, value in plain.items())
+
+    whole, half = copy.deepcopy(start), copy.deepcopy(start)
+    expected = trained(whole, whole.optimizer(layer_decay=0.6), 4)
+    optimizer = half.optimizer(layer_decay=0.6)
+    state = copy.deepcopy((trained(half, optimizer, 2), optimizer.state_dict()))
+    resumed = copy.deepcopy(start)
+    resumed.load_state_dict(state[0])
+    optimizer = resumed.optimizer(layer_decay=0.6)
+    optimizer.load_state_dict(state[1])
+    found = trained(resumed, optimizer, 2)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_layer_decay_needs_layers_that_timm_groups() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.layer_decay: got a backbone of ResNet20, .* Set it to null"):
+        ResNet20().layer_ids()

@@ -22,6 +22,7 @@ from dmlbench.config import to_yaml
 from dmlbench.data.preparation.catalog import SOURCES
 from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone
+from dmlbench.models.hub import hub_id
 from dmlbench.results.caveats import caveats
 from dmlbench.results.store import CONFIG
 from dmlbench.results.table import markdown_lines
@@ -36,7 +37,7 @@ _TOLERANCE = 1e-4
 _EXPORTED_BATCH, _CHECKED_BATCHES = 11, (1, 3)
 """A size that no other dimension is likely to have, which tracing would take for the same."""
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_CHOICES = ("backbone", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule", "recipe")
+_CHOICES = ("backbone", "tuning", "pooling", "head", "loss", "miner", "regularizer", "optim", "schedule", "recipe")
 
 
 class NoGraph(RunError):
@@ -87,7 +88,7 @@ def export_run(
 def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, license: str | None) -> dict[str, str]:
     state = {name: x.detach().cpu().contiguous().clone() for name, x in model.network.state_dict().items()}
     atomic_write(folder / loading.WEIGHTS, save(state))
-    atomic_write(folder / CONFIG, to_yaml(_without_places(model.config)).encode())
+    atomic_write(folder / CONFIG, to_yaml(_without_places(_without_hub(model))).encode())
     write_json(folder / loading.PREPROCESSING, loading.preprocessing(model))
     left_out: dict[str, str] = {}
     program: ExportedProgram | None = None
@@ -201,6 +202,15 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def _without_hub(model: TrainedModel) -> dict[str, Any]:
+    """The configuration with what a hub says of the network in place of the network's name on it."""
+    hub = getattr(getattr(model.network, "backbone", None), "hub_config", None)
+    if hub is None:
+        return dict(model.config)
+    backbone = {**model.config["backbone"], "name": hub["architecture"], "hub_config": hub}
+    return {**model.config, "backbone": backbone}
 
 
 def _without_places(config: Mapping[str, Any]) -> Any:
@@ -333,6 +343,9 @@ def _origin(config: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, 
         return "random weights", None
     kind: type[Backbone] = imported(node["_target_"], "backbone")
     if issubclass(kind, TimmBackbone) and "name" in node:
+        hub = (node.get("hub_config") or {}).get("hub_id") or hub_id(node["name"])
+        if hub is not None:
+            return f"`{hub}` of the Hugging Face hub, whose page states the licence", hub.partition("@")[0]
         import timm
 
         known: Any = timm.get_pretrained_cfg(node["name"])

@@ -398,7 +398,7 @@ def _plain_config(path: Path, modules: tuple[str, ...]) -> dict[str, Any]:
 
 def _leaves_of_model(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by their place of everything that a loaded model is made of."""
-    for part in ("backbone", "pooling", "head"):
+    for part in ("backbone", "tuning", "pooling", "head"):
         yield from leaves(config.get(part), part)
     yield from leaves((config.get("transform") or {}).get("eval"), "transform.eval")
 
@@ -407,7 +407,7 @@ def _leaves_of_model(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _components() -> dict[str, set[str]]:
     """The components of dmlbench's own options by the place where they stand."""
     found: dict[str, set[str]] = {}
-    for group in ("backbone", "pooling", "head", "transform"):
+    for group in ("backbone", "tuning", "pooling", "head", "transform"):
         for path in (config_folder() / group).glob("*.yaml"):
             for place, value in leaves(load_yaml(path)):
                 found.setdefault(f"{group}.{place}", set()).add(value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dmlbench.models.hub import create_any_size, create_from_hub, hub_id, portable, read_hub_config
 from dmlbench.models.tokens import as_map, fit_images, set_image_size
 from dmlbench.models.weights import load_weights
 from dmlbench.types import ConfigError, DataError, check_choice, closest
@@ -80,6 +81,7 @@ class Backbone(nn.Module):
         channels: channels of the maps that ``forward`` returns.
         native_channels: width of the vector that ``native`` returns.
         frozen_until: the last frozen stage, "all" or None.
+        tuning: name of the parameter-efficient method that trains it, or None (see ``parameter_efficient``).
         stored: layout of the records that ``maps_of`` takes in place of images; None takes images.
         weights_license: of the published weights that ``pretrained`` loads, as hubs call it.
     """
@@ -116,6 +118,7 @@ class Backbone(nn.Module):
         self._value_range = value_range
         self._batch_norm: BatchNormFreezing = "none"
         self.frozen_until: str | None = None
+        self.tuning: str | None = None
         self.stored: StoredMaps | None = None
         # Not part of the weights: a public weights file has no such entries.
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
@@ -164,6 +167,17 @@ class Backbone(nn.Module):
     def named_stages(self) -> Mapping[str, Stage]:
         """The steps of ``forward`` by name, in order; empty where the network cannot be cut."""
         return {}
+
+    def layer_ids(self) -> dict[str, int]:
+        """The layer of every parameter by its name, 0 for the lowest, for ``optim.layer_decay``.
+
+        Raises:
+            ConfigError: layers of this network are unknown.
+        """
+        raise ConfigError(
+            f"optim.layer_decay: got a backbone of {type(self).__name__}, expected one whose layers timm groups. "
+            "Set it to null."
+        )
 
     def maps_of(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Maps of images [B, 3, H, W], or of records of a feature cache where ``stored`` is set."""
@@ -269,6 +283,9 @@ class TimmBackbone(Backbone):
     timm's own pooling of the same features, and the layers between it and the classifier.
 
     The tag of a name selects the weights, and with them mean and standard deviation.
+
+    Attributes:
+        hub_config: architecture, its arguments and facts of the weights of a model of the Hugging Face hub; else None.
     """
 
     def __init__(
@@ -282,10 +299,12 @@ class TimmBackbone(Backbone):
         image_size: int | Sequence[int] | None = None,
         pad_images: bool = False,
         frozen_until: str | None = None,
+        hub_config: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            name: model of timm, with or without a tag of its weights.
+            name: model of timm, with or without a tag of its weights; or ``hf_hub:owner/model``, one of the Hugging
+                Face hub in timm's format.
             pretrained: start from the published weights (from ``weights_file``, timm's cache or the network).
             weights_file: ``.pth`` or ``.safetensors`` with the names of timm's full model; loaded whenever given.
                 A classifier in it is ignored.
@@ -294,12 +313,24 @@ class TimmBackbone(Backbone):
             image_size: side, or height and width, that position embeddings are resampled to once. None: as the weights
                 have them. ViT, DINOv2, CLIP, EVA and Swin take other sizes as well, resampling in every step.
             pad_images: pad images at the bottom and the right with the mean color, up to whole patches.
-            frozen_until: of CNNs a stage or block such as ``layer3`` or ``blocks.4``, of ViTs ``blocks.<i>``, or "all".
+            frozen_until: of CNNs a stage or block such as ``layer3`` or ``blocks.4``; of ViTs ``patch_projection`` (the
+                patch embedding's layers), ``patch_embed`` (also position embeddings and prefix tokens) or
+                ``blocks.<i>``; or "all".
+            hub_config: ``hub_config`` of another ``TimmBackbone``, which replaces ``config.json`` of the hub; set by
+                exports, which load without a network connection.
         """
-        model = _create(name, pretrained=pretrained and weights_file is None)
+        download = pretrained and weights_file is None
+        if hub_config is None and hub_id(name) is not None:
+            hub_config = read_hub_config(name)
+        if hub_config is None:
+            model = _create(name, pretrained=download)
+        else:
+            model = create_from_hub(name, hub_config, pretrained=download)
+            hub_config = portable(hub_config)
         channels = [int(model.num_features)] if out_indices is None else _stage_channels(model, name, out_indices)
         super().__init__(channels, mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
         self.native_channels = int(getattr(model, "head_hidden_size", model.num_features))
+        self.hub_config = hub_config
         self._name = name
         self._pad_images = pad_images
         self._out_indices = None if out_indices is None else list(out_indices)
@@ -339,12 +370,17 @@ class TimmBackbone(Backbone):
         model: Any = self.model
         if isinstance(model, VisionTransformer):
 
-            def embed(images: Tensor) -> Tensor:
-                images = fit_images(images, name=self._name, model=model, pad=self._pad_images)
-                return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+            def project(images: Tensor) -> Tensor:
+                return model.patch_embed(fit_images(images, name=self._name, model=model, pad=self._pad_images))
 
-            layers = [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
-            found = {"patch_embed": Stage(embed, layers, list(model.parameters(recurse=False)))}
+            def embed(patches: Tensor) -> Tensor:
+                return model.norm_pre(model.patch_drop(model._pos_embed(patches.contiguous())))
+
+            layers = [model.pos_drop, model.patch_drop, model.norm_pre]
+            found = {
+                "patch_projection": Stage(project, [model.patch_embed]),
+                "patch_embed": Stage(embed, layers, list(model.parameters(recurse=False))),
+            }
             layout: Sequence[tuple[str, ...]] = (("blocks",), ("norm",))
         else:
             found = {}
@@ -356,6 +392,14 @@ class TimmBackbone(Backbone):
             else:
                 found[names[0]] = Stage(nn.Sequential(*modules), modules)
         return found
+
+    def layer_ids(self) -> dict[str, int]:
+        from timm.models import group_parameters
+
+        if not hasattr(self.model, "group_matcher"):
+            return super().layer_ids()
+        layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        return {f"model.{name}": int(layer) for name, layer in layers.items()}
 
     @torch.no_grad()
     def _check_stage(self, name: str) -> None:
@@ -411,12 +455,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
         if cached is not None:  # by path: a name would ask the server for a newer version first
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
     try:
-        try:
-            return timm.create_model(name, dynamic_img_size=True, **options)
-        except TypeError as error:
-            if "dynamic_img_size" not in str(error):
-                raise
-            return timm.create_model(name, **options)  # a network without this choice: any size, or one alone
+        return create_any_size(name, **options)
     except Exception as error:
         if not pretrained or config is None:
             raise

@@ -88,14 +88,17 @@ def size_of(kind: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, list[str | None]]:
-    """Columns of tables with a frozen backbone: trained parameters, and gains over rows without training.
+    """Columns of tables with frozen or tuned backbones: trained parameters, and gains over rows without training.
 
     The gain is the difference in MAP@R (else the first metric) of separated models to the best untrained pooling *by
     validation*: of its features themselves (``head=identity``), and whitened (``head=learned_whitening``) to the row's
     dimension.
     """
     training = [summary.get("training") or {} for summary in summaries]
-    if not any(own.get("frozen_until") for own in training):
+    parts = {"frozen": "frozen_until", "tuning": "tuning"}
+    columns = {label: [own.get(key) for own in training] for label, key in parts.items()}
+    columns = {label: values for label, values in columns.items() if any(values)}
+    if not columns:
         return {}
     metric = "map_at_r" if "map_at_r" in metrics else metrics[0]
     label = score_named(metric).label
@@ -123,7 +126,7 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
         return found
 
     return {
-        "frozen": [own.get("frozen_until") for own in training],
+        **columns,
         "trained": [f"{own.get('trained_parameters', 0):,}" for own in training],
         f"{label} over frozen": gains("identity", False),
         "over whitened": gains("learned_whitening", True),

@@ -33,12 +33,15 @@ class OptimizerSettings:
     decay_biases: bool = False  # all other vectors and scalars: biases, margins, GeM's power, class tokens
     without_decay: Sequence[str] = ()
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # by group, or module of one: "loss.network"
+    layer_decay: float | None = None  # factor on the backbone's learning rate for each layer above
 
     def __post_init__(self) -> None:
         if not 0 < self.lr <= torch.finfo(torch.float32).max:
             raise ConfigError(f"optim.lr ({self.lr}) must be positive, and small enough for float32")
         if self.weight_decay < 0:
             raise ConfigError(f"optim.weight_decay ({self.weight_decay}) must not be negative")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"optim.layer_decay: got {self.layer_decay}, expected a number in (0, 1] or null.")
         for name, factor in self.lr_multipliers.items():
             if not factor >= 0:
                 raise ConfigError(f"optim.lr_multipliers.{name} ({factor}) must be at least 0; 0 does not train it")
@@ -62,12 +65,25 @@ def _objective_group(name: str) -> str:
 _NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules: Iterable[nn.Module]) -> Optimizer:
+def make_optimizer(
+    groups: NamedGroups,
+    settings: OptimizerSettings,
+    *,
+    modules: Iterable[nn.Module],
+    layers: Mapping[str, int] | None = None,
+) -> Optimizer:
     """An optimizer in which every trainable parameter falls in exactly one named group.
 
-    A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay". The ``modules``
-    own all parameters and normalization layers. A multiplier for a module of a group, such as "loss.network", makes a
-    group of that name.
+    A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay". A multiplier for a
+    module of a group, such as "loss.network", makes a group of that name. With ``layer_decay`` the backbone has such
+    groups for each layer, from the top down, and layer l of L learns at lr * layer_decay^(L - 1 - l).
+
+    Args:
+        modules: own all parameters and normalization layers.
+        layers: of every parameter of the group "backbone" by name, 0 for the lowest; needed for ``layer_decay``.
+
+    Source:
+        Layer-wise decay: Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT, whose layers timm follows.
     """
     groups = _with_modules(groups, [key for key in settings.lr_multipliers if "." in key])
     multipliers = [key for key in settings.lr_multipliers if "." not in key]
@@ -75,13 +91,25 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
         for name in names:
             if name not in GROUPS:
                 raise ConfigError(f"optim.{key} names the group '{name}': {closest(name, GROUPS)}")
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, _NORMALIZATION)]
-    of_normalization = {id(p) for layer in layers for p in layer.parameters()}
+    decay = settings.layer_decay
+    if decay is not None and (not layers or not groups.get("backbone")):
+        raise ConfigError(
+            f"optim.layer_decay: got {decay} with a frozen backbone, expected null. Unfreeze it, or set null."
+        )
+    of_normalization = {
+        id(p)
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, _NORMALIZATION)
+        for p in layer.parameters()
+    }
     seen: dict[int, str] = {}
     result: list[dict[str, Any]] = []
     for group, members in groups.items():
-        decaying: list[Parameter] = []
-        resting: list[Parameter] = []
+        by_layer = layers if group == "backbone" and decay is not None and layers else {}
+        top = max(by_layer.values(), default=0)
+        # By the number of layers above, and whether their weight decays.
+        parts: dict[tuple[int, bool], list[Parameter]] = {}
         for name, parameter in members:
             if id(parameter) in seen:
                 raise ValueError(f"parameter {name} of group '{group}' is also in group '{seen[id(parameter)]}'")
@@ -90,13 +118,19 @@ def make_optimizer(groups: NamedGroups, settings: OptimizerSettings, *, modules:
             decays = settings.decay_biases or not is_vector
             if id(parameter) in of_normalization:
                 decays = settings.decay_batch_norm
-            (decaying if decays and group.partition(".")[0] not in settings.without_decay else resting).append(
-                parameter
-            )
+            rests = not decays or group.partition(".")[0] in settings.without_decay
+            parts.setdefault((top - by_layer[name] if by_layer else 0, rests), []).append(parameter)
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
-        for suffix, parameters, decay in (("", decaying, settings.weight_decay), (", no decay", resting, 0.0)):
-            if parameters:
-                result.append({"params": parameters, "lr": lr, "weight_decay": decay, "name": group + suffix})
+        for (above, rests), parameters in sorted(parts.items(), key=lambda part: part[0]):
+            layer = f", layer {top - above}" if by_layer else ""
+            result.append(
+                {
+                    "params": parameters,
+                    "lr": lr * (decay or 1.0) ** above,
+                    "weight_decay": 0.0 if rests else settings.weight_decay,
+                    "name": group + layer + (", no decay" if rests else ""),
+                }
+            )
     if not result:
         raise ConfigError("the model has no trainable parameter; unfreeze part of it or use fit=untrained")
     return settings.optimizer(result)
