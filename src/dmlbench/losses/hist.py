@@ -23,7 +23,7 @@ class Hist(WholeBatchLoss):
     loss = distribution loss + tuplet_weight * tuplet loss.
 
     The public code trains the distributions at 1e-1 and the network at 5 or 10 times the backbone's rate:
-    ``optim.lr_multipliers`` has "loss" for all of them and "loss.network" for the network alone.
+    ``optim.lr_multipliers`` has "loss" for all of them and "network" for the network alone.
 
     Source: Lim et al., Hypergraph-Induced Semantic Tuplet Loss for Deep Metric Learning, CVPR 2022, eqs. 2 to 9;
     ljin0429/HIST e7d650c8, code/hist.py.

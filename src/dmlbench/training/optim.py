@@ -32,7 +32,7 @@ class OptimizerSettings:
     decay_batch_norm: bool = False  # weights and biases of normalization layers (batch, layer, group norm)
     decay_biases: bool = False  # all other vectors and scalars: biases, margins, GeM's power, class tokens
     without_decay: Sequence[str] = ()
-    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # by group, or module of one: "loss.network"
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)  # by group, or by module of the loss
     layer_decay: float | None = None  # factor on the backbone's learning rate for each layer above
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ def make_optimizer(
     """An optimizer in which every trainable parameter falls in exactly one named group.
 
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay". A multiplier for a
-    module of a group, such as "loss.network", makes a group of that name. With ``layer_decay`` the backbone has such
+    module of the loss, such as "network" of HIST, makes a group of that name. With ``layer_decay`` the backbone has such
     groups for each layer, from the top down, and layer l of L learns at lr * layer_decay^(L - 1 - l).
 
     Args:
@@ -85,12 +85,11 @@ def make_optimizer(
     Source:
         Layer-wise decay: Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT, whose layers timm follows.
     """
-    groups = _with_modules(groups, [key for key in settings.lr_multipliers if "." in key])
-    multipliers = [key for key in settings.lr_multipliers if "." not in key]
-    for key, names in (("lr_multipliers", multipliers), ("without_decay", settings.without_decay)):
-        for name in names:
-            if name not in GROUPS:
-                raise ConfigError(f"optim.{key} names the group '{name}': {closest(name, GROUPS)}")
+    own = [key for key in settings.lr_multipliers if key not in GROUPS]
+    groups = _with_modules_of_loss(groups, own)
+    for name in settings.without_decay:
+        if name not in GROUPS:
+            raise ConfigError(f"optim.without_decay names the group '{name}': {closest(name, GROUPS)}")
     decay = settings.layer_decay
     if decay is not None and (not layers or not groups.get("backbone")):
         raise ConfigError(
@@ -118,7 +117,7 @@ def make_optimizer(
             decays = settings.decay_biases or not is_vector
             if id(parameter) in of_normalization:
                 decays = settings.decay_batch_norm
-            rests = not decays or group.partition(".")[0] in settings.without_decay
+            rests = not decays or (("loss" if group in own else group) in settings.without_decay)
             parts.setdefault((top - by_layer[name] if by_layer else 0, rests), []).append(parameter)
         lr = settings.lr * settings.lr_multipliers.get(group, 1.0)
         for (above, rests), parameters in sorted(parts.items(), key=lambda part: part[0]):
@@ -136,18 +135,17 @@ def make_optimizer(
     return settings.optimizer(result)
 
 
-def _with_modules(groups: NamedGroups, modules: Iterable[str]) -> dict[str, list[tuple[str, Parameter]]]:
-    """Groups, out of which the parameters of ``modules`` go to groups of their names."""
+def _with_modules_of_loss(groups: NamedGroups, modules: Iterable[str]) -> dict[str, list[tuple[str, Parameter]]]:
+    """Groups, out of whose "loss" the parameters of ``modules`` go to groups of their own."""
     result = {group: list(members) for group, members in groups.items()}
     for module in modules:
-        group = module.partition(".")[0]
-        prefixes = (f"{module}.", f"objective.{module}.")
-        result[module] = [member for member in result.get(group, []) if member[0].startswith(prefixes)]
+        of_loss = result.get("loss", [])
+        result[module] = [member for member in of_loss if member[0].startswith(f"objective.loss.{module}.")]
         if not result[module]:
             raise ConfigError(
-                f"optim.lr_multipliers: got '{module}', which has no trainable parameter here. Remove it."
+                f"optim.lr_multipliers: got '{module}', which is no module of this loss: {closest(module, GROUPS)}"
             )
-        result[group] = [member for member in result[group] if not member[0].startswith(prefixes)]
+        result["loss"] = [member for member in of_loss if not member[0].startswith(f"objective.loss.{module}.")]
     return {group: members for group, members in result.items() if members}
 
 
