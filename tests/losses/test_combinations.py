@@ -123,6 +123,11 @@ INTERRUPTED = {
     **{f"metrix-{loss}": ("loss=metrix", f"loss@loss.loss={loss}") for loss in MIXED},
     "libc": ("loss=libc", "loss.dropout=0.5"),
     "diva": DIVA,
+    "hist": ("loss=hist", "loss.hidden_size=8", "head=layer_normalized", "+optim.lr_multipliers.network=5"),
+    "hier": ("loss=proxy_anchor", "head=hyperbolic", "head.riemannian_gradient=true", "regularizer=hier",
+             "regularizer.hier.num_proxies=8", "regularizer.hier.num_neighbors=4"),
+    "hyperbolic": ("loss=pairwise_cross_entropy", "head=hyperbolic"),
+    "simix": ("loss=recall_at_k_surrogate", "loss.simix=true"),
 }  # fmt: skip
 
 
