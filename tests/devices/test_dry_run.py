@@ -22,11 +22,14 @@ from dmlbench.data.batches.transforms import Transform, random_resized_crop, ran
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.images.sources import DecodedImages, pixel_tensor
 from dmlbench.data.protocols import class_index
+from dmlbench.losses.hier import HierarchicalRegularizer
 from dmlbench.losses.layered import LayeredProxyAnchor
 from dmlbench.losses.objective import Objective
+from dmlbench.losses.pairwise_cross_entropy import PairwiseCrossEntropy
 from dmlbench.models.avsl import AvslHead
-from dmlbench.models.avsl_distance import AvslDistance
+from dmlbench.models.avsl_distance import AvslDistance, BorrowedDistance
 from dmlbench.models.backbones import Backbone
+from dmlbench.models.hyperbolic import HyperbolicHead
 from dmlbench.models.net import MetricModel, features_of
 from dmlbench.models.projection import Projection
 from dmlbench.training.averaged_weights import AveragedWeights
@@ -260,6 +263,22 @@ def levels(variant: str) -> tuple[MetricModel, AvslDistance]:
     model = head.model(TinyBackbone(), None)
     assert isinstance(model.distance, AvslDistance)
     return model, model.distance
+
+
+@pytest.mark.parametrize("riemannian", [False, True])
+def test_hyperbolic_head_its_loss_and_hier(riemannian: bool) -> None:
+    head = HyperbolicHead(8, SIZE, riemannian_gradient=riemannian)
+    objective = Objective(
+        PairwiseCrossEntropy(BorrowedDistance(head.make_distance())),
+        regularizers={"hier": HierarchicalRegularizer(0.5, SIZE, num_proxies=6, num_neighbors=4)},
+        mixing="add",
+    )
+    with pretended_cuda():
+        moved(nn.ModuleList([head, objective]))
+        points = head.finished(head(torch.randn(12, 8, device=CUDA)))
+        parts = objective(ModelOutput(points), batch_labels(), step=1)
+        assert {x.device for x in (points, *parts.values())} == {CUDA}
+        assert torch.isfinite(parts["loss"].detach().twin)
 
 
 @pytest.mark.parametrize(("variant", "max_classes"), [("official", 1000), ("paper", 3)])
