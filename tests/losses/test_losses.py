@@ -1,6 +1,7 @@
 """Every loss of conf/ is the formula it names, in value and gradient; batches it cannot use have a stated outcome."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 
@@ -361,9 +362,11 @@ def test_margins_reductions_differ_as_said() -> None:
 
 NEEDS_OTHER_CLASSES = {  # 0 for one class
     *("margin", "margin_oodml", "multi_similarity_oodml", "pairwise_cross_entropy", "smooth_ap", "sup_ap", "supcon"),
-    "triplet",
+    *("circle", "lifted_structure", "nt_xent", "triplet"),
 }
-NEEDS_POSITIVES = NEEDS_OTHER_CLASSES | {"contrastive", "contrastive_c1", "recall_at_k_surrogate", "roadmap"}
+NEEDS_POSITIVES = NEEDS_OTHER_CLASSES | {
+    *("contrastive", "contrastive_c1", "fast_ap", "recall_at_k_surrogate", "roadmap")
+}
 OF_CLASSES = {"diva", "margin_oodml"}  # compare images, by boundaries of their classes
 OF_BOTH = [overrides for overrides in ALL if overrides != ["loss=diva"]]  # which refuses a batch without triplets
 
@@ -447,3 +450,110 @@ def test_a_miner_with_a_loss_that_takes_no_pairs_is_refused(option: str) -> None
         objective = configured([f"loss={option}", "miner=multi_similarity"])
         with pytest.raises(ConfigError, match="takes no pairs; set miner=null"):
             take(objective, batch_of(dtype=torch.float32), LABELS)
+
+
+# Losses of PML, each by the formula of its header
+
+
+def naive_circle(x: Tensor, y: Tensor) -> Tensor:
+    s, values = normalize(x) @ normalize(x).T, []
+    for a in range(len(y)):
+        positive = [
+            -80 * max(1.4 - float(s[a, i]), 0) * (s[a, i] - 0.6) for i in range(len(y)) if y[i] == y[a] and i != a
+        ]
+        negative = [80 * max(float(s[a, i]) + 0.4, 0) * (s[a, i] - 0.4) for i in range(len(y)) if y[i] != y[a]]
+        if positive and negative:
+            total = torch.stack(positive).logsumexp(0) + torch.stack(negative).logsumexp(0)
+            values.append(torch.nn.functional.softplus(total))
+    return _mean_of_non_zero(values)
+
+
+def naive_lifted_structure(x: Tensor, y: Tensor) -> Tensor:
+    x, values = normalize(x), []
+    d = [[(a - b).norm() if i != j else a.sum() * 0 for j, b in enumerate(x)] for i, a in enumerate(x)]
+    for i, j in itertools.permutations(range(len(y)), 2):
+        if y[i] == y[j]:
+            near = [1 - d[end][n] for end in (i, j) for n in range(len(y)) if y[n] != y[i]]
+            values.append((d[i][j] + torch.stack(near).logsumexp(0)).clamp(min=0) ** 2 / 2)
+    return torch.stack(values).mean()
+
+
+def naive_nt_xent(x: Tensor, y: Tensor) -> Tensor:
+    s, values = normalize(x) @ normalize(x).T / 0.07, []
+    for i, j in itertools.permutations(range(len(y)), 2):
+        if y[i] == y[j]:
+            negative = [s[i, n] for n in range(len(y)) if y[n] != y[i]]
+            values.append(torch.stack([s[i, j], *negative]).logsumexp(0) - s[i, j])
+    return torch.stack(values).mean()
+
+
+def naive_snr_contrastive(x: Tensor, y: Tensor) -> Tensor:
+    x, positive, negative = normalize(x), [], []
+    for i, j in itertools.permutations(range(len(y)), 2):
+        d = (x[i] - x[j]).var() / x[i].var()
+        (positive if y[i] == y[j] else negative).append(d if y[i] == y[j] else (1 - d).clamp(min=0))
+    return _mean_of_non_zero(positive) + _mean_of_non_zero(negative)
+
+
+def naive_fast_ap(x: Tensor, y: Tensor) -> Tensor:
+    x, values = normalize(x), []
+    for a in range(len(y)):
+        bins = []  # positives and all images of each bin
+        for center in torch.linspace(0, 4, 11, dtype=x.dtype):
+            weights = [(1 - ((x[a] - x[i]).square().sum() - center).abs() / 0.4).clamp(min=0) for i in range(len(y))]
+            positive = sum(w for i, w in enumerate(weights) if i != a and y[i] == y[a])
+            bins.append((positive, positive + sum(w for i, w in enumerate(weights) if y[i] != y[a])))
+        number = int((y == y[a]).sum()) - 1
+        if number:
+            seen_positive = seen = ap = x.sum() * 0
+            for positive, whole in bins:
+                seen_positive, seen = seen_positive + positive, seen + whole
+                ap = ap + (positive * seen_positive / seen if float(seen_positive) > 0 else 0)
+            values.append(1 - ap / number)
+    return torch.stack(values).mean()
+
+
+def naive_softmax(x: Tensor, y: Tensor, logits_of: Callable[[Tensor, int], list[Tensor]]) -> Tensor:
+    rows = [torch.stack(logits_of(normalize(row, dim=0), int(label))) for row, label in zip(x, y, strict=True)]
+    return torch.stack([row.logsumexp(0) - row[label] for row, label in zip(rows, y, strict=True)]).mean()
+
+
+def _mean_of_non_zero(values: list[Tensor]) -> Tensor:
+    return torch.stack([value for value in values if float(value) > 0]).mean()
+
+
+NAIVE = {
+    "circle": naive_circle, "lifted_structure": naive_lifted_structure, "nt_xent": naive_nt_xent,
+    "snr_contrastive": naive_snr_contrastive, "fast_ap": naive_fast_ap,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", NAIVE)
+def test_an_option_of_pml_equals_its_formula(option: str) -> None:
+    loss, results = configured([f"loss={option}"]).loss, []
+    for function in (loss, NAIVE[option]):
+        x = batch_of().requires_grad_()
+        value = function(x, LABELS)
+        results.append((value.detach(), *torch.autograd.grad(value, x)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("option", ["cosface", "sub_center_arcface"])
+def test_margins_of_softmax_equal_their_formulas(option: str) -> None:
+    loss = configured([f"loss={option}"]).loss.double()
+
+    def logits_of(row: Tensor, label: int) -> list[Tensor]:
+        vectors = normalize(loss.W, dim=0).T.reshape(CLASSES, -1, SIZE)  # [C, K, D]
+        cosines = [max(vector @ row for vector in each) for each in vectors]
+        if option == "cosface":
+            return [64 * (s - 0.35 * (c == label)) for c, s in enumerate(cosines)]
+        return [64 * (s if c != label else torch.cos(s.acos() + math.radians(28.6))) for c, s in enumerate(cosines)]
+
+    results = []
+    for function in (loss, lambda x, y: naive_softmax(x, y, logits_of)):
+        x = batch_of().requires_grad_()
+        value = function(x, LABELS)
+        results.append((value.detach(), *torch.autograd.grad(value, [x, loss.W])))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)

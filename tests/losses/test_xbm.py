@@ -176,11 +176,13 @@ def test_objective_fills_the_memory_once_a_step_and_for_training_alone() -> None
 
 
 PAIRS = {
-    *("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_oodml", "multi_similarity", "supcon", "triplet")
+    *("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_oodml", "multi_similarity", "supcon", "triplet"),
+    *("circle", "lifted_structure", "nt_xent", "snr_contrastive"),
 }
 NO_PAIRS = {
     *("arcface", "libc", "norm_softmax", "proxy_anchor", "proxy_nca", "proxy_nca_gsp", "proxy_nca_pp", "soft_triple"),
     *("diva", "multi_similarity_oodml", "recall_at_k_surrogate"),
+    *("cosface", "fast_ap", "sub_center_arcface"),
     *("hist", "pairwise_cross_entropy", "roadmap", "smooth_ap", "sup_ap"),
 }
 

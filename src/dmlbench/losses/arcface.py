@@ -1,4 +1,4 @@
-"""ArcFace with a gradient that stays finite where an embedding meets its class's vector."""
+"""ArcFace and sub-center ArcFace with gradients that stay finite where an embedding meets its class's vector."""
 
 import math
 from functools import partial
@@ -9,6 +9,7 @@ from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor
 
 from dmlbench.losses.initialization import init_class_vectors
+from dmlbench.types import check_at_least
 
 
 class ArcFace(ArcFaceLoss):
@@ -50,3 +51,19 @@ class ArcFace(ArcFaceLoss):
         shifted = cosine * math.cos(self.margin) - sine * math.sin(self.margin)
         beyond = cosine - self.margin * math.sin(self.margin)
         return torch.where(cosine >= math.cos(math.pi - self.margin), shifted, beyond)
+
+
+class SubCenterArcFace(ArcFace):
+    """ArcFace with ``sub_centers`` vectors for each class, of which the one nearest to an embedding counts.
+
+    Source: Deng et al. 2020, "Sub-center ArcFace", eq. 4; vectors in the order of PML's SubCenterArcFaceLoss.
+    """
+
+    def __init__(self, num_classes: int, embedding_size: int, *, sub_centers: int = 3, **kwargs: Any) -> None:
+        check_at_least(1, sub_centers=sub_centers)
+        super().__init__(num_classes * sub_centers, embedding_size, **kwargs)
+        self.num_classes = num_classes
+        self.sub_centers = sub_centers
+
+    def get_cosine(self, embeddings: Tensor) -> Tensor:
+        return super().get_cosine(embeddings).unflatten(1, (-1, self.sub_centers)).amax(2)
