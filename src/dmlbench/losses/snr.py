@@ -9,8 +9,8 @@ _LEAST_VARIANCE = 1e-12
 class SnrDistance(SNRDistance):
     """Variance of the difference over the anchor's variance, which counts as at least 1e-12.
 
-    Source: Yuan et al., Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric Learning, CVPR 2019, eq. 5; else
-    as PML's SNRDistance, which divides by 0.
+    Source: Yuan et al., Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric Learning, CVPR 2019, eq. 5;
+    otherwise as PML's SNRDistance, which divides by 0.
     """
 
     def __init__(self, *, normalize_embeddings: bool = True) -> None:
