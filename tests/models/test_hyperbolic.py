@@ -12,6 +12,7 @@ from torch import Tensor
 from dmlbench import build
 from dmlbench.checks import check
 from dmlbench.evaluation.collections.concatenated import concatenated_scores
+from dmlbench.evaluation.search.pairwise import PairwiseSearch
 from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.models.hyperbolic import HyperbolicHead, PoincareDistance, riemannian, to_ball
@@ -103,6 +104,20 @@ def test_search_equals_a_naive_loop_rank_by_rank(within: bool) -> None:
     for query in range(len(queries)):
         order = np.lexsort((np.arange(len(gallery)), exact[query]))
         assert found[query].tolist() == [i for i in order if int(gallery.ids[i]) != int(queries.ids[query])][:50]
+
+
+def test_float32_decides_nearly_all_pairs(monkeypatch) -> None:
+    rows = points(400, size=64, dtype=torch.float32)
+    everything = EmbeddingSet(rows, torch.arange(400) % 20, torch.arange(400))
+    compare, compared = PairwiseSearch._by_pairs, []
+
+    def counted(search: PairwiseSearch, first: np.ndarray, second: np.ndarray) -> Tensor:
+        compared.append(len(first))
+        return compare(search, first, second)
+
+    monkeypatch.setattr(PairwiseSearch, "_by_pairs", counted)
+    nearest(everything, None, 10, distance=PoincareDistance())
+    assert sum(compared) < 0.1 * 400 * 400
 
 
 def test_collections_rank_by_the_sum_of_distances() -> None:

@@ -19,6 +19,7 @@ Letters: Q queries, T of them in a tile, N gallery items, W of them in a tile, D
 import copy
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -119,12 +120,21 @@ class PairwiseSearch(Search):
         self.slack = 2 * 1.02 * (max(self._relative, self._absolute / self._unit) + _LIMIT * 2.0**-24)
 
     def _scale_unit(self) -> float:
-        """Where the error's absolute part equals its relative one, else a typical value; any unit is correct."""
-        if self._absolute and self._relative:
-            return self._absolute / self._relative
+        """Where the error's absolute part equals its relative one, else a typical value; any unit is correct.
+
+        A typical value must lie well within the scale's limit: beyond it, exact values decide.
+        """
         some = [np.linspace(0, len(x) - 1, min(len(x), _PROBE)).astype(np.int64) for x in self._sets]
-        value = self.tile(some[0], some[1]).abs()
-        return float(value.median()) or float(value.max()) or 1.0
+        if self._absolute and self._relative:
+            number = min(map(len, some))
+            pairs = some[0][:number], some[1][::-1][:number] + len(self._sets[0])
+            value = self._exact(*map(self._rows_at, pairs)).abs()
+        else:
+            value = self.tile(some[0], some[1]).abs()
+        typical = float(value.median()) or float(value.max()) or 1.0
+        if self._absolute and self._relative:
+            return max(self._absolute / self._relative, typical * math.exp(-_LIMIT / 2))
+        return typical
 
     def tile(self, part: IntArray, columns: slice | IntArray) -> Tensor:
         """Similarities [T, W] float64 of the queries ``part`` [T] to the gallery items ``columns`` [W]."""
