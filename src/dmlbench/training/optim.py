@@ -75,7 +75,7 @@ def make_optimizer(
     """An optimizer in which every trainable parameter falls in exactly one named group.
 
     A group appears twice where part of it does not decay: as "backbone" and as "backbone, no decay". A multiplier for a
-    module of the loss, such as "network" of HIST, makes a group of that name. With ``layer_decay`` the backbone has such
+    module of the loss, such as "network" of HIST, makes a group of its name. With ``layer_decay`` the backbone has such
     groups for each layer, from the top down, and layer l of L learns at lr * layer_decay^(L - 1 - l).
 
     Args:
