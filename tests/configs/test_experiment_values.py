@@ -300,6 +300,98 @@ def of_libc(command: Command) -> Values:
     }  # fmt: skip
 
 
+def of_hyp_vit(command: Command) -> Values:
+    """README and train.py of htdt/hyp_metric c89de049; frozen encoders: eval_pretrain.py."""
+    score, at = command.score, DATASETS.index(command.score.dataset)
+    wanted: Values = {
+        "pooling": "Native",
+        "evaluation.recall_at": ([1, 2, 4, 8], [1, 2, 4, 8], [1, 10, 20, 30], [1, 10, 100, 1000])[at],
+        "transform.eval.crop": 224, "transform.eval.resize": 256 if at == 0 else 224, "protocol.num_repeats": 3,
+        "backbone.name": {
+            "vit_small": "vit_small_patch16_224.augreg_in21k_ft_in1k", "dino_vit_small": "vit_small_patch16_224.dino",
+            "deit_small": "deit_small_distilled_patch16_224.fb_in1k",
+        }[score.backbone],
+    }  # fmt: skip
+    if "frozen" in score.row:
+        return wanted | {"fit.max_steps": 0, "fit.precision": "float32", "head.init": "identity"}
+    return wanted | {
+        "optim.lr": 1e-5 if score.backbone == "dino_vit_small" else 3e-5, "optim.weight_decay": 1e-2,
+        "optim.optimizer._target_": "torch.optim.AdamW", "optim.optimizer.eps": 1e-8,
+        "batch": ((100, 9), (98, 9), (450, 2), (450, 2))[at], "fit.max_steps": (50, 300, 3200, 5000)[at],
+        "fit.validate_every": (50, 300, 3200, 5000)[at], "fit.warmup_steps": 0, "fit.patience": None,
+        "fit.clip_norm": 3.0, "schedule": None, "regularizers": [], "loss.temperature": 0.2,
+        "head.out_features": score.embedding_size, "head.curvature": 0.1, "head.clip_radius": 2.3,
+        "head.riemannian_gradient": False, "head.layer_norm": False, "backbone.frozen_until": "patch_projection",
+        "transform.train.scale": [0.2, 1.0], "transform.train.crop": 224, "transform.train.resize": None,
+    }  # fmt: skip
+
+
+def of_hist(command: Command) -> Values:
+    """README and train.py of ljin0429/HIST e7d650c8; CUB, Cars196, SOP; its epochs come after one of warm-up."""
+    at = ("cub200", "cars196", "sop").index(command.score.dataset)
+    rate = (1.2e-4, 1e-4, 1e-4)[at]
+    return {
+        "optim.lr": rate, "rate of proxies": (1e-1, 1e-1, 1e-2)[at], "optim.weight_decay": (5e-5, 1e-4, 1e-4)[at],
+        "optim.lr_multipliers.network": (5, 10, 10)[at], "optim.optimizer._target_": "torch.optim.Adam",
+        "loss.scale": (32, 32, 16)[at], "loss.alpha": (1.1, 0.9, 2)[at], "loss.hidden_size": 512,
+        "loss.tuplet_weight": 1, "sampler.batch_size": 32, "head.out_features": 512, "pooling": "GapGmp",
+        "fit.max_steps": (410, 510, 610)[at], "fit.warmup_steps": 10, "fit.warmup_schedule": "rests",
+        "fit.validate_every": 10, "fit.patience": None, "fit.monitor": "recall_at_1",
+        "schedule.step_size": (50, 100, 100)[at], "schedule.gamma": 0.5, "backbone.name": "resnet50.tv_in1k",
+        "backbone.batch_norm": ("all", "all", "none")[at], "fit.warmup_batch_norm": ("frozen", "frozen", "updated")[at],
+        "transform.train.scale": [0.08, 1.0], "transform.train.crop": 224, "transform.eval.resize": 256,
+    }  # fmt: skip
+
+
+def of_recall_at_k(command: Command) -> Values:
+    """main.py and netlib.py of yash0307/RecallatK_surrogate ed052029; Cars196, SOP."""
+    at = ("cars196", "sop").index(command.score.dataset)
+    return {
+        "optim.lr": (1e-4, 2e-4)[at], "optim.weight_decay": 4e-4, "optim.optimizer._target_": "torch.optim.Adam",
+        "batch": ((98, 4), (1000, 4))[at], "fit.forward_batch": (98, 200)[at], "fit.max_steps": (1700, 550)[at],
+        "fit.validate_every": 50, "fit.patience": None, "fit.warmup_steps": 0, "fit.monitor": "recall_at_1",
+        "schedule.milestones": ([800, 1400], [250, 500])[at], "schedule.gamma": 0.3, "loss.simix": False,
+        "loss.k": [1, 2, 4, 8, 16], "loss.k_temperatures": [1, 1, 1, 1, 1], "loss.rank_temperature": 0.01,
+        "backbone.name": "resnet50.tv_in1k", "backbone.batch_norm": "stats", "pooling": "Gem", "pooling.power": 3.0,
+        "pooling.learn_power": True, "head.out_features": 512, "head.layer_norm": True,
+        "transform.train.scale": [0.08, 1.0], "transform.train.crop": 224, "transform.eval.resize": 256,
+    }  # fmt: skip
+
+
+def of_hier(command: Command) -> Values:
+    """scripts/*/*.sh and train.py of tjddus9597/HIER-CVPR23 3986a744."""
+    score, at = command.score, DATASETS.index(command.score.dataset)
+    cnn, large = score.backbone == "resnet50", at > 1
+    rate = {"dino_vit_small": 5e-6, "resnet50": 6e-4 if large else 1e-4}.get(score.backbone, 1e-5)
+    wanted: Values = {
+        "optim.lr": rate, "rate of proxies": 1e4 * rate, "optim.lr_multipliers.regularizer": 50,
+        "optim.lr_multipliers.head": 100 if large and not cnn else 1, "optim.weight_decay": 1e-4 if large else 1e-2,
+        "optim.optimizer._target_": "torch.optim.AdamW", "optim.optimizer.eps": 1e-4, "batch": (90, 2),
+        "loss.margin": 0.1, "loss.alpha": 32, "regularizers": ["hier"], "regularizer.mixing": "add",
+        "regularizer.hier.weight": 0.5, "regularizer.hier.num_proxies": 512, "regularizer.hier.num_neighbors": 20,
+        "regularizer.hier.margin": 0.1, "head.curvature": 0.1, "head.clip_radius": 2.3, "head.layer_norm": True,
+        "head.riemannian_gradient": True, "head.out_features": 512 if cnn else 128,
+        "fit.max_steps": 1500 if large else 1000, "fit.warmup_steps": 50 if large else 10,
+        "fit.validate_every": 50 if score.dataset == "sop" else 10, "fit.patience": None, "fit.clip_value": 10.0,
+        "fit.clip_norm": None, "fit.warmup_frozen": ["backbone"], "pooling": "GapGmp" if cnn else "Native",
+        "transform.train.scale": [0.08 if cnn else 0.2, 1.0], "transform.train.crop": 224,
+        "transform.eval.resize": 256,
+    }  # fmt: skip
+    if cnn:
+        steps, factor = ((50, 0.5), (100, 0.5), (200, 0.3), (250, 0.3))[at]
+        return wanted | {"backbone.batch_norm": "stats", "schedule.step_size": steps, "schedule.gamma": factor}
+    wanted |= {"backbone.frozen_until": "patch_projection", "schedule": None}
+    if score.backbone == "vit_small":
+        wanted["backbone.name"] = "vit_small_patch16_224.augreg_in21k_ft_in1k"
+    return wanted
+
+
+OF_PAPER = {
+    "proxynca_pp": of_proxynca_pp, "avsl": of_avsl, "hyp_vit": of_hyp_vit, "hist": of_hist,
+    "recall_at_k": of_recall_at_k, "hier": of_hier,
+}  # fmt: skip
+
+
 def expected(command: Command) -> Values:
     paper = command.table.split("/")[0]
     if command.score.row.startswith("LIBC"):
@@ -309,7 +401,7 @@ def expected(command: Command) -> Values:
             return of_gsp_collage(command)
         of_test_half = command.table in ("gsp/table3", "gsp/table4")
         return of_gsp_conventional(command) if of_test_half else of_gsp_fair(command)
-    return {"proxynca_pp": of_proxynca_pp, "avsl": of_avsl}[paper](command)
+    return OF_PAPER[paper](command)
 
 
 def differences(command: Command) -> list[str]:
@@ -336,6 +428,9 @@ SOME = {  # table, row, data set, setting: each paper, data set, loss and kind o
     ("proxynca_pp/table13", "NormSoftMax (+fast)", "cars196", ""),
     ("proxynca_pp/table15", "Ours", "inshop", ""), ("avsl/table1", "ProxyAnchor-AVSL", "sop", ""),
     ("avsl/table1", "Margin-AVSL", "cub200", ""), ("avsl/table1", "Margin [41]", "sop", ""),
+    ("hyp_vit/table1", "Hyp-ViT", "cars196", ""), ("hyp_vit/table2", "DINO (frozen)", "cub200", ""),
+    ("hist/table1", "HIST", "cub200", ""), ("recall_at_k/table1", "RS@k", "sop", ""),
+    ("hier/table1", "HIER", "sop", ""),
 }  # fmt: skip
 
 

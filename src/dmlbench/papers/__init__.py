@@ -1,4 +1,6 @@
-"""Scores that five papers print: every table, and the few scores of figures that their texts name.
+"""Scores that nine papers print.
+
+Of five papers every table, and the few scores of figures that their texts name:
 
 - ``gsp``: Gürbüz, Şener and Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023
 - ``xml``: Gürbüz and Alatan, Generalizable Embeddings with Cross-batch Metric Learning, ICIP 2023
@@ -6,6 +8,13 @@
 - ``avsl``: Zhang, Zheng, Zhou and Lu, Attributable Visual Similarity Learning, CVPR 2022
 - ``oodml``: Milbich et al., Characterizing Generalization under Out-of-Distribution Shifts in Deep Metric Learning,
   NeurIPS 2021
+
+Of four papers rows of their main tables, read elsewhere, as ``tables.csv`` says; of HIER without scores:
+
+- ``hyp_vit``: Ermolov et al., Hyperbolic Vision Transformers: Combining Improvements in Metric Learning, CVPR 2022
+- ``hist``: Lim et al., Hypergraph-Induced Semantic Tuplet Loss for Deep Metric Learning, CVPR 2022
+- ``recall_at_k``: Patel, Tolias and Matas, Recall@k Surrogate Loss with Large Batches and Similarity Mixup, CVPR 2022
+- ``hier``: Kim, Jeong and Kwak, HIER: Metric Learning Beyond Class Labels via Hierarchical Regularization, CVPR 2023
 
 ``<paper>/<table>.csv`` has a line for each score, in reading order; ``tables.csv`` describes the tables. Numbers are as
 printed, slips included; notes name what is doubtful or missing. ``quoted.csv`` says of every method that a paper quotes
