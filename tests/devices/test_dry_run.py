@@ -29,7 +29,7 @@ from dmlbench.losses.pairwise_cross_entropy import PairwiseCrossEntropy
 from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance, BorrowedDistance
 from dmlbench.models.backbones import Backbone
-from dmlbench.models.hyperbolic import HyperbolicHead
+from dmlbench.models.hyperbolic_head import HyperbolicHead
 from dmlbench.models.net import MetricModel, features_of
 from dmlbench.models.projection import Projection
 from dmlbench.training.averaged_weights import AveragedWeights

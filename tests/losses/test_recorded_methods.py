@@ -9,12 +9,12 @@ from pytorch_metric_learning.distances import CosineSimilarity
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from dmlbench.hyperbolic import PoincareDistance, riemannian, to_ball
 from dmlbench.losses.average_precision import Roadmap, SmoothAp, SupAp
 from dmlbench.losses.hier import HierarchicalRegularizer, ancestor_losses, draw_triplets
 from dmlbench.losses.hist import Hist
 from dmlbench.losses.pairwise_cross_entropy import PairwiseCrossEntropy
 from dmlbench.losses.recall_at_k import RecallAtKSurrogate
-from dmlbench.models.hyperbolic import PoincareDistance, riemannian, to_ball
 from dmlbench.types import ModelOutput
 
 # the public code adds 1e-5 to the denominators of Moebius additions

@@ -15,7 +15,8 @@ from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.search.pairwise import PairwiseSearch
 from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.models.hyperbolic import HyperbolicHead, PoincareDistance, riemannian, to_ball
+from dmlbench.hyperbolic import PoincareDistance, riemannian, to_ball
+from dmlbench.models.hyperbolic_head import HyperbolicHead
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 

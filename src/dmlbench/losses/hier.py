@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmlbench.hyperbolic import PoincareDistance, riemannian, to_ball
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
-from dmlbench.models.hyperbolic import PoincareDistance, riemannian, to_ball
 from dmlbench.types import ModelOutput, check_at_least, check_positive
 
 
