@@ -98,7 +98,7 @@ def test_null_takes_a_group_out_of_the_configuration() -> None:
     assert compose("train", ["experiment=demo", "schedule=none", "logger=none"]).schedule is None
 
 
-LINES = [*(name for name in COMMANDS if name not in ("oodml", "study")), *(f"oodml {word}" for word in OODML)]
+LINES = [*(name for name in COMMANDS if name not in ("oodml", "study", "submit")), *(f"oodml {word}" for word in OODML)]
 LINES += [f"study {name}" for name in STUDIES]
 
 

@@ -64,7 +64,7 @@ def import_config(args: Any) -> Imported:
     if "embeddings" not in patterns:
         raise ConfigError("say embeddings=<pattern of files>, such as 'embeddings=runs/fold{fold}_rep{repeat}.npz'")
     coordinates = [(fold, repeat) for fold in range(protocol.num_folds) for repeat in range(protocol.num_repeats)]
-    files = {at: _files_of(patterns, *at) for at in coordinates}
+    files = {at: files_of(patterns, *at) for at in coordinates}
     for key, pattern in patterns.items():
         if len({of[key] for of in files.values()}) < len(coordinates):
             raise ConfigError(
@@ -111,7 +111,7 @@ def import_config(args: Any) -> Imported:
     return Imported(config, scores, (note,) * on_trust)
 
 
-def _files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, Path]:
+def files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, Path]:
     places = {"{fold}": str(fold), "{repeat}": str(repeat)}
     files = {}
     for key, pattern in patterns.items():

@@ -20,6 +20,7 @@ COMMANDS = {
     "export": "write a run's model, its card and its graphs into a folder that stands alone",
     "embed": "embed a folder of images by a trained model",
     "import": "take test embeddings of other code into the tables",
+    "submit": "check a folder of embeddings and their description as a submission to the tables",
     "aggregate": "summarize the runs of each config (mlrc: 81 collections of fold models)",
     "reproduce": "run what is missing of a paper's table, and print our results vs. the paper",
     "tune": "search hyper-parameters under protocol=hpo, and write the best as a recipe",
@@ -32,7 +33,7 @@ COMMANDS = {
     "status": "which runs are done, running, failed or stale",
     "clean": "remove runs that match a pattern, after showing them",
 }
-_WITH_MODULE, _WITH_WORD = ("train", "reproduce", "tune", "data"), ("oodml", "study")
+_WITH_MODULE, _WITH_WORD = ("train", "reproduce", "tune", "data", "submit"), ("oodml", "study")
 """Commands without a function in ``cli/simple_commands.py``: with a module, or with sub-commands."""
 _WITH_NETWORKS = ("train", "embed", "report", "reproduce", "tune", "study")
 

@@ -1,0 +1,125 @@
+"""Submissions: twelve files of other code become a config; broken folders are rejected with their reason."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from composed import arguments
+
+from dmlbench.apps.submission import Checked, check_submission, read_submission
+from dmlbench.components import component
+from dmlbench.config import compose
+from dmlbench.data.protocols import Mlrc
+from dmlbench.results.store import find_runs, read_result
+from dmlbench.types import ImageTable, RunError
+
+DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
+DESCRIPTION = {
+    "method": "theirs", "backbone": "small CNN", "pretraining_data": "none", "trained_parameters": 1234,
+    "image_size": 32, "tuning_budget": "one setting", "selected": "last step", "dataset": "glyphs_collage",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "submission"
+    place.mkdir()
+    (place / "submission.yaml").write_text(yaml.safe_dump(DESCRIPTION), "utf-8")
+    for fold in range(4):
+        for repeat in range(3):
+            save(place, table_of(tmp_path), fold, repeat)
+    return place
+
+
+def table_of(tmp_path: Path) -> ImageTable:
+    table: ImageTable = component(compose("import", [*DATA, f"paths.cache_dir={tmp_path}"]).dataset.table)
+    return table
+
+
+def save(place: Path, table: ImageTable, fold: int, repeat: int, **changed: np.ndarray) -> None:
+    test = Mlrc().split(table, fold=fold).test.query
+    rng = np.random.default_rng(3 * fold + repeat)
+    rows = rng.normal(size=(len(test), 12)).astype("f4") + 3 * np.eye(12, dtype="f4")[table.labels[test]]
+    np.savez(
+        place / f"fold{fold}_rep{repeat}.npz", **({"rows": rows, "labels": table.labels[test], "ids": test} | changed)
+    )
+
+
+def check(folder: Path, tmp_path: Path) -> Checked:
+    args = arguments("import", *DATA, f"paths.cache_dir={tmp_path}", f"paths.output_dir={tmp_path}/out")
+    return check_submission(args, read_submission(folder), folder)
+
+
+def test_twelve_files_are_scored_and_their_training_is_not_verified(folder: Path, tmp_path: Path) -> None:
+    found = check(folder, tmp_path)
+    assert len(found.imported.scores) == 12 and found.flags == ()
+    told = read_result(find_runs(tmp_path / "out")[0].path)["imported"]
+    assert told["trained"].startswith("TRAINING NOT VERIFIED, small CNN, pretrained on none; 1,234 trained parameters")
+    assert told["selected"] == "last step"
+
+
+def rotated(rows: np.ndarray) -> np.ndarray:
+    turn, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(12, 12)))
+    return (3 * rows @ turn).astype("f4")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("missing", r"1 of the 12 files of protocol 'mlrc' are missing, such as .*fold2_rep1"),
+        ("copied", r"fold3_rep0\.npz is a copy of fold1_rep0\.npz"),
+        ("rotated", r"fold3_rep0\.npz is a copy of fold1_rep0\.npz"),
+        ("labels", r"is not of the test images of glyphs_collage"),
+        ("nan", r"NaN|finite"),
+        ("split", r"has the id 0|lacks the id"),
+        ("pattern", r"got the place \{fold\.x\}"),
+        ("method", r"expected a file name"),
+        ("key", r"papr"),
+    ],
+)
+def test_a_broken_folder_is_rejected_with_its_reason(folder: Path, tmp_path: Path, change: str, reason: str) -> None:
+    table, description = table_of(tmp_path), dict(DESCRIPTION)
+    test = Mlrc().split(table, fold=0).test.query
+    with np.load(folder / "fold1_rep0.npz") as file:
+        other = dict(file)
+    if change == "missing":
+        (folder / "fold2_rep1.npz").unlink()
+    elif change == "copied":
+        order = np.random.default_rng(1).permutation(len(test))
+        np.savez(folder / "fold3_rep0.npz", **{key: value[order] for key, value in other.items()})
+    elif change == "rotated":
+        np.savez(folder / "fold3_rep0.npz", **(other | {"rows": rotated(other["rows"])}))
+    elif change == "labels":
+        save(folder, table, 0, 0, labels=np.roll(table.labels[test], 1))
+    elif change == "nan":
+        save(folder, table, 0, 0, rows=np.full((len(test), 6), np.nan, dtype="f4"))
+    elif change == "split":
+        save(folder, table, 0, 0, ids=np.arange(len(test)))
+    elif change == "pattern":
+        description["embeddings"] = "fold{fold.x}.npz"
+    elif change == "method":
+        description["method"] = "a/b"
+    elif change == "key":
+        description["papr"] = "x"
+    (folder / "submission.yaml").write_text(yaml.safe_dump(description), "utf-8")
+    with pytest.raises(Exception, match=reason) as caught:
+        check(folder, tmp_path)
+    assert type(caught.value).__name__ in ("RunError", "ConfigError")
+    assert not list((tmp_path / "out").rglob("result.json"))
+
+
+def test_perfect_scores_are_flagged(folder: Path, tmp_path: Path) -> None:
+    table = table_of(tmp_path)
+    for fold in range(4):
+        test = Mlrc().split(table, fold=fold).test.query
+        for repeat in range(3):
+            noise = np.random.default_rng(3 * fold + repeat).normal(size=(len(test), 12)) * 0.05
+            save(folder, table, fold, repeat, rows=(np.eye(12)[table.labels[test]] + noise).astype("f4"))
+    (flag,) = check(folder, tmp_path).flags
+    assert flag.startswith("P@1 reaches 100.00")
+
+
+def test_a_folder_without_a_description(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"submission\.yaml is missing"):
+        read_submission(tmp_path)
