@@ -245,6 +245,11 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
         return None
     if not isinstance(rerank, Reranker):
         raise ConfigError(f"rerank._target_: got {cfg.rerank._target_}, expected a Reranker. Set rerank=diml.")
+    if (distance := build_distance(cfg)) is not None:
+        raise ConfigError(
+            f"rerank ranks lists of unit vectors again, which {type(distance).__name__} does not compare; set it to "
+            "null"
+        )
     if model is not None:
         if not isinstance(model, PooledModel):
             head = cfg.head._target_
@@ -289,12 +294,12 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
             of_pairs = {}
     objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
     for name, regularizer in objective.regularizers.items():
-        curvature = getattr(model.distance, "curvature", None)
-        if regularizer.curvature not in (None, curvature):
-            raise ConfigError(
-                f"regularizer.{name}.curvature: got {regularizer.curvature}, expected that of the head, "
-                f"{curvature or 'which has none'}. Set head=hyperbolic and head.curvature={regularizer.curvature}."
-            )
+        for key, wanted in regularizer.of_head.items():
+            if (given := cfg.head.get(key)) != wanted:
+                raise ConfigError(
+                    f"regularizer.{name}.{key}: got {wanted}, expected that of the head, {given or 'which has none'}. "
+                    f"Set head=hyperbolic and head.{key}={wanted}."
+                )
     for name, requires in objective.requires.items():
         for side in requires:
             if side not in (*model.provides, "keys"):  # which the training loop makes

@@ -50,6 +50,7 @@ def check_values(cfg: DictConfig) -> None:
     # Losses with vectors of the classes know both sizes; others compare images with each other.
     plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
     with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
+    with_classes = with_classes and not declared(plain, "compares_images")
     for key in (key for key in cfg.sampler if key in _BATCH_SIZES):
         if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
@@ -128,10 +129,6 @@ def _check_head(cfg: DictConfig) -> None:
     elif spec.shortlist is not None:
         check_shortlist(spec.shortlist, None, k=0, num_gallery=0)
     if (rerank := build_rerank(cfg)) is not None:
-        if distance is not None:
-            raise ConfigError(
-                f"rerank ranks lists of unit vectors again, which {name} does not compare; set it to null"
-            )
         check_distance_supports(spec, rerank)
         protocol = component(cfg.protocol)
         if protocol.aggregation == "mean" and not protocol.leaves_plan:  # a plan is followed by runs that test
@@ -154,7 +151,11 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
         if not given and key.endswith("miner"):
             raise ConfigError(f"{node._target_} compares vectors, which {name} does not; set {key}=null")
         if not given or (key in within and declared(node, "compares_levels")):
-            remedy = "loss=layered, loss=layered_proxy_anchor, or a loss of pairs or triplets such as contrastive"
+            remedy = "a loss of pairs or triplets, such as contrastive"
+            if hasattr(distance, "levels"):
+                remedy = f"loss=layered, loss=layered_proxy_anchor, or {remedy}"
+            elif getattr(distance, "compares_vectors", False):
+                remedy += ", or of proxies, such as proxy_anchor"
             if key in within:
                 remedy = "a loss of pairs or triplets, such as loss@loss.loss=triplet"
             raise ConfigError(
@@ -170,7 +171,15 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
         if node is None or takes_directions(node, key, distance):
             continue
         if classes or not _waits_for_data(node):
-            component(node, distance=compared_by, **(classes if key == "loss" else {}))
+            try:
+                component(node, distance=compared_by, **(classes if key == "loss" else {}))
+            except ConfigError as error:
+                if "requires the distance metric" in str(error):  # PML's words
+                    raise ConfigError(
+                        f"{node._target_} as {key} compares by a distance of its own, not by {name}. Choose another, "
+                        "such as loss=contrastive or miner=semihard."
+                    ) from None
+                raise
 
 
 def _waits_for_data(node: Any) -> bool:

@@ -338,7 +338,8 @@ def of_hist(command: Command) -> Values:
         "fit.max_steps": (410, 510, 610)[at], "fit.warmup_steps": 10, "fit.warmup_schedule": "rests",
         "fit.validate_every": 10, "fit.patience": None, "fit.monitor": "recall_at_1",
         "schedule.step_size": (50, 100, 100)[at], "schedule.gamma": 0.5, "backbone.name": "resnet50.tv_in1k",
-        "backbone.batch_norm": ("all", "all", "none")[at], "fit.warmup_batch_norm": ("frozen", "frozen", "updated")[at],
+        "backbone.batch_norm": ("stats", "stats", "none")[at],
+        "fit.warmup_batch_norm": ("frozen", "frozen", "updated")[at],
         "transform.train.scale": [0.08, 1.0], "transform.train.crop": 224, "transform.eval.resize": 256,
     }  # fmt: skip
 

@@ -181,3 +181,14 @@ def test_hier_needs_the_heads_curvature() -> None:
 def test_settings_that_make_no_ball(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         HyperbolicHead(4, 2, **{key: 0.0})
+
+
+def test_what_does_not_combine_with_the_head_names_what_does() -> None:
+    for overrides, remedy in (
+        (["loss=circle"], "compares by a distance of its own, not by PoincareDistance. Choose another"),
+        (["loss=xbm_contrastive"], r"choose a loss of pairs or triplets, such as contrastive, or of proxies"),
+        (["loss=contrastive", "rerank=diml"], "does not compare; set it to null"),
+        (["regularizer=hier", "head.clip_radius=1.0"], r"clip_radius: got 2\.3, expected that of the head, 1\.0"),
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            configured(*overrides)

@@ -24,8 +24,8 @@ class SmoothAp(WholeBatchLoss):
     rank(q, x) = 1 + sum over z != x of h(s_qz - s_qx), rank_P(q, x) the same over z in P alone,
     loss = mean over q of (1 - mean over x in P of rank_P(q, x) / rank(q, x)),    h(d) = sigmoid(d / temperature).
 
-    As in the public code, the query is among what it searches and counts as found, so that one image of a class is
-    perfect. Queries without positives have the loss 0.
+    As in the public code, the query is among what it searches and counts as found: a query without positives still
+    pushes away what is almost as near as itself.
 
     Source: Brown et al., Smooth-AP, ECCV 2020, eq. 5; Andrew-Brown1/Smooth_AP 59927ec4, src/Smooth_AP_loss.py.
     """

@@ -1,6 +1,7 @@
 """HIER: hierarchical proxies in the Poincare ball, as ancestors of images and of each other."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +45,13 @@ class HierarchicalRegularizer(Regularizer):
         self.margin = margin
         self.num_neighbors = num_neighbors
         self.triplets_per_point = triplets_per_point
-        self.curvature = curvature
         self.distance = PoincareDistance(curvature)
         start = torch.randn(num_proxies, embedding_size) / math.sqrt(embedding_size)
         self.proxies = nn.Parameter(0.9 * clip_radius * start)
+
+    @property
+    def of_head(self) -> Mapping[str, float]:
+        return {"curvature": self.distance.curvature, "clip_radius": self.clip_radius}
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         curvature, size = self.distance.curvature, len(labels)

@@ -30,6 +30,7 @@ class Hist(WholeBatchLoss):
     """
 
     has_proxies = True
+    compares_images = True  # by its hypergraph and batch norm
 
     def __init__(
         self, num_classes: int, embedding_size: int, *, scale: float = 32.0, alpha: float = 0.9,

@@ -1,6 +1,6 @@
 """A further part of the objective that may require side outputs of the pooling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -19,19 +19,22 @@ class Regularizer(nn.Module):
             built.
         weight: lambda, the share of the regularizer in the objective.
         num_classes: how many classes it has parameters for; None for any number.
-        curvature: of the hyperbolic head that it needs; None for any head.
+        of_head: values that the head must share.
         key_momentum: of the momentum encoder, for a regularizer that requires "keys"; else None.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
     num_classes: int | None = None
-    curvature: float | None = None
     key_momentum: float | None = None
 
     def __init__(self, weight: float) -> None:
         super().__init__()
         check_positive(weight=weight)
         self.weight = weight
+
+    @property
+    def of_head(self) -> Mapping[str, float]:
+        return {}
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         """

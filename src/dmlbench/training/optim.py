@@ -142,8 +142,10 @@ def _with_modules_of_loss(groups: NamedGroups, modules: Iterable[str]) -> dict[s
         of_loss = result.get("loss", [])
         result[module] = [member for member in of_loss if member[0].startswith(f"objective.loss.{module}.")]
         if not result[module]:
+            known = {name.split(".")[2] for name, _ in of_loss if name.count(".") > 2}
             raise ConfigError(
-                f"optim.lr_multipliers: got '{module}', which is no module of this loss: {closest(module, GROUPS)}"
+                f"optim.lr_multipliers: got '{module}', which is neither a group nor a module of this loss: "
+                f"{closest(module, [*GROUPS, *sorted(known)])}"
             )
         result["loss"] = [member for member in of_loss if not member[0].startswith(f"objective.loss.{module}.")]
     return {group: members for group, members in result.items() if members}
