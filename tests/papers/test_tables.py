@@ -28,8 +28,8 @@ SIZES = {
     "avsl/table4": (3, 3 * 4), "avsl/figure5b": (1, 1),
     "oodml/table1": (2, 6), "oodml/table_s1": (1, 9 + 8 + 8), "oodml/table_s2": (1, 8),
     "oodml/table_s3": (8, 8 * 6), "oodml/table_s4": (8, 8 * 2 * 9), "oodml/table_s5": (8, 8 * 2 * 8),
-    "hyp_vit/table1": (3, 3 * 4 * 3), "hyp_vit/table2": (9, 4 * (3 * 3 + 6 * 4)), "hist/table1": (1, 3),
-    "recall_at_k/table1": (1, 2), "hier/table1": (1, 7 * 4 * 3),
+    "hyp_vit/table1": (3, 3 * 4 * 3), "hyp_vit/table2": (9, 4 * (3 * 3 + 6 * 4)), "hist/table1": (2, 6),
+    "recall_at_k/table1": (2, 4), "hier/table1": (1, 7 * 4 * 3),
     "oodml/table_s6": (8, 8 * 2 * 8), "oodml/table_s7": (4, 4 * 2 * 2 * 2 * 9), "oodml/table_s8": (3, 3 * 8),
 }  # fmt: skip
 MISSING = tuple(f"oodml/table_s{number}" for number in range(3, 9))
@@ -87,7 +87,10 @@ def test_every_number_is_possible(name: str) -> None:
         if name in MISSING:
             assert score.mean is None and score.std is None and "missing" in score.note
             continue
-        assert score.mean is not None and score.mean > 0
+        if score.mean is None:
+            assert score.note.startswith("not printed")
+            continue
+        assert score.mean > 0
         assert unit != "percent" or score.mean <= 100
         assert score.std is None or 0 <= score.std < score.mean
 
