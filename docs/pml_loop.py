@@ -1,6 +1,7 @@
 """A training loop of pytorch-metric-learning, as other code has one, whose embeddings `dmlbench import` takes.
 
     python docs/pml_loop.py runs          # twelve files, runs/fold<f>_rep<r>.npz: a minute or two on a CPU
+    dmlbench submit check runs $DATA      # a submission, by the description that it writes beside them
     dmlbench import name=pml_loop embeddings='runs/fold{fold}_rep{repeat}.npz' $DATA selected='last step'
 
 Of dmlbench it uses the data set and the folds alone. DATA, the letters of `experiment=demo`:
@@ -21,6 +22,18 @@ from dmlbench.data.protocols import Mlrc
 from dmlbench.data.readers.glyphs import glyphs_collage
 
 
+DESCRIPTION = """\
+method: my_method
+backbone: small CNN
+pretraining_data: none
+trained_parameters: 25600
+image_size: 48
+tuning_budget: none, one setting
+selected: last step
+dataset: glyphs_collage
+"""
+
+
 def network() -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in ((1, 16), (16, 32), (32, 64)):
@@ -30,6 +43,7 @@ def network() -> nn.Module:
 
 def main(folder: Path, *, steps: int = 60, classes: int = 60, images: int = 40, size: int = 48) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "submission.yaml").write_text(DESCRIPTION, encoding="utf-8")
     table = glyphs_collage(cache_dir=folder, num_classes=classes, images_per_class=images, image_size=size)
     pixels = torch.from_numpy(np.array(table.pixels))[:, None].float() / 255
     labels = torch.from_numpy(table.labels)

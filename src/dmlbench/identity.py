@@ -154,8 +154,13 @@ def planned_config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
 
 
 def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """The settings that define a config, flattened, of a stored configuration."""
-    return flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
+    """The settings that define a config, flattened, of a stored configuration; keys added later have their defaults."""
+    found = flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
+    for key, default in _ADDED.items():
+        is_given = any(f"{known}.".startswith(f"{key}.") for known in found)
+        if not is_given and not key.startswith("loss."):  # which only one loss has
+            found[key] = default
+    return found
 
 
 def differences(cfg: DictConfig, stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -168,7 +173,8 @@ def differences(cfg: DictConfig, stored: Mapping[str, Any]) -> dict[str, tuple[A
     with_data = {**plain, "runtime": {**plain["runtime"], **said}, "paths": stored["paths"]}
     known: Any = OmegaConf.to_container(OmegaConf.create(with_data), resolve=True)
     known["runtime"]["content"] = contents(cfg)
-    old, new = (flatten(_identity(each, NOT_PART_OF_RUN_HASH)) for each in (copy.deepcopy(dict(stored)), known))
+    both = (_without_added(each) for each in (copy.deepcopy(dict(stored)), known))
+    old, new = (flatten(_identity(each, NOT_PART_OF_RUN_HASH)) for each in both)
     return {
         key: (old.get(key, "absent"), new.get(key, "absent"))
         for key in sorted(old.keys() | new.keys())
@@ -208,7 +214,8 @@ def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     container: Any = OmegaConf.to_container(cfg, resolve=False)
     if (container.get("runtime") or {}).get("content") is None:
         container["runtime"] = {"content": contents(cfg)}
-    return hashlib.sha256(json.dumps(_identity(container, excluded), sort_keys=True).encode()).hexdigest()
+    identity = _identity(_without_added(container), excluded)
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str, Any]:
@@ -218,13 +225,9 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
     evaluation, monitor = container.get("evaluation") or {}, (container.get("fit") or {}).get("monitor")
     selecting = _KMEANS if monitor in _OF_CLUSTERS else ("shortlist",)
     container["evaluation"] = {key: evaluation.get(key) for key in selecting}
-    for key in (*excluded, *_ADDED):
-        *parents, last = key.split(".")
-        node: Any = container
-        for parent in parents:
-            node = node.get(parent) or {}
-        if key not in _ADDED or node.get(last) == _ADDED[key]:
-            node.pop(last, None)
+    for key in excluded:
+        parent, last = _parent_of(container, key)
+        parent.pop(last, None)
     table = (container.get("dataset") or {}).get("table") or {}
     for key, value in table.items():
         if isinstance(value, str) and os.path.isabs(value):
@@ -232,6 +235,23 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
     code = {key: digest for key, digest in content.items() if key.startswith("code.")}
     identity: dict[str, Any] = _by_content(container, content) | code
     return identity
+
+
+def _without_added(container: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without the keys of ``_ADDED`` that have their defaults."""
+    for key, default in _ADDED.items():
+        parent, last = _parent_of(container, key)
+        if parent.get(last) == default:
+            parent.pop(last, None)
+    return container
+
+
+def _parent_of(container: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    *parents, last = key.split(".")
+    node = container
+    for parent in parents:
+        node = node.get(parent) or {}
+    return node, last
 
 
 def _by_content(node: Any, content: Mapping[str, str], prefix: str = "") -> Any:

@@ -21,7 +21,7 @@ from dmlbench.cli.errors import guarded
 from dmlbench.components import component, imported, parameters_of
 from dmlbench.config import compose, config_folder
 from dmlbench.data.split_file import FORMAT
-from dmlbench.identity import config_id, config_sha256, run_sha256
+from dmlbench.identity import config_id, config_settings, config_sha256, run_sha256
 from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -251,6 +251,9 @@ def test_keys_added_later_count_where_they_differ() -> None:
     plain, simix = (compose("train", ["loss=recall_at_k_surrogate", f"loss.simix={x}"]) for x in (False, True))
     before = compose("train", ["loss=recall_at_k_surrogate", "~loss.simix"])
     assert config_sha256(plain) == config_sha256(before) != config_sha256(simix)
+    old, averaged = (OmegaConf.to_container(compose("train", o)) for o in ([], ["fit.ema=0.9"]))
+    del old["fit"]["ema"]
+    assert [config_settings(each)["fit.ema"] for each in (old, averaged)] == [None, 0.9]  # tables tell them apart
 
 
 def test_run_hash_knows_coordinates_and_seed() -> None:
@@ -300,7 +303,7 @@ MISTAKES = [
     ([*AVSL, "loss=arcface"], "ArcFace as loss does not compare by a distance.*loss=layered"),
     ([*AVSL, "loss=layered", "loss@loss.loss=proxy_anchor"], "ProxyAnchor as loss.loss .*loss@loss.loss=triplet"),
     ([*AVSL, "loss=layered", "+miner@loss.miner=semihard"], "loss.miner is made once.*\\+loss.miner._partial_=true"),
-    ([*AVSL, "loss=layered", "miner=distance_weighted"], "DistanceWeightedMiner refuses its arguments.*LpDistance"),
+    ([*AVSL, "loss=layered", "miner=distance_weighted"], "DistanceWeightedMiner as miner compares by a distance of its own, not by AvslDistance"),
     ([*AVSL, "loss=layered_proxy_anchor", "head.num_levels=2"], "level_weights.*each of the 2 levels.*\\[1.0, 1.0\\]"),
     ([*AVSL, "loss=triplet", "evaluation.metrics=[map_at_r,nmi]"], "nmi .*leave them out of evaluation.metrics"),
     ([*AVSL, "loss=triplet", "evaluation.back_end=faiss"], "set evaluation.back_end=auto"),
