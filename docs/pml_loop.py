@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dmlbench.data.protocols import Mlrc
 from dmlbench.data.readers.glyphs import glyphs_collage
 
-
 DESCRIPTION = """\
 method: my_method
 backbone: small CNN

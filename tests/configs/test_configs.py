@@ -303,7 +303,10 @@ MISTAKES = [
     ([*AVSL, "loss=arcface"], "ArcFace as loss does not compare by a distance.*loss=layered"),
     ([*AVSL, "loss=layered", "loss@loss.loss=proxy_anchor"], "ProxyAnchor as loss.loss .*loss@loss.loss=triplet"),
     ([*AVSL, "loss=layered", "+miner@loss.miner=semihard"], "loss.miner is made once.*\\+loss.miner._partial_=true"),
-    ([*AVSL, "loss=layered", "miner=distance_weighted"], "DistanceWeightedMiner as miner compares by a distance of its own, not by AvslDistance"),
+    (
+        [*AVSL, "loss=layered", "miner=distance_weighted"],
+        "DistanceWeightedMiner as miner .* distance of its own, not by AvslDistance",
+    ),
     ([*AVSL, "loss=layered_proxy_anchor", "head.num_levels=2"], "level_weights.*each of the 2 levels.*\\[1.0, 1.0\\]"),
     ([*AVSL, "loss=triplet", "evaluation.metrics=[map_at_r,nmi]"], "nmi .*leave them out of evaluation.metrics"),
     ([*AVSL, "loss=triplet", "evaluation.back_end=faiss"], "set evaluation.back_end=auto"),
