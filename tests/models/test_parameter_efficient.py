@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composed import composed
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from dmlbench.checks import check
@@ -129,6 +130,23 @@ def test_prompts_join_every_block_and_are_replaced_at_the_next(name: str) -> Non
                 IMAGES, indices=[2], norm=True, intermediates_only=True, output_fmt="NCHW"
             )[0],
         )
+
+
+def test_prompts_equal_public_code(golden_tensors, golden_meta) -> None:
+    recorded, meta = golden_tensors("vpt", "p0_"), golden_meta("vpt")["p0"]
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 3, "num_classes": 0}
+    model = VisionTransformer(num_heads=meta["num_heads"], mlp_ratio=meta["mlp_ratio"], **sizes).double()
+    weights = {key.removeprefix("weight_"): x for key, x in recorded.items() if key.startswith("weight_")}
+    model.load_state_dict(weights)
+    Prompts(meta["num_prompts"])._tune(model.requires_grad_(False))
+    for block, prompts in zip(model.blocks, recorded["prompts"], strict=True):
+        assert float(block.prompts.detach().abs().max()) <= meta["bound"]
+        block.prompts.data = prompts.clone()
+    token = model.forward_features(recorded["images"])[:, 0]
+    torch.testing.assert_close(token, recorded["class_token"], rtol=1e-9, atol=1e-11)
+    (token * recorded["direction"]).sum().backward()
+    gradients = torch.stack([block.prompts.grad for block in model.blocks])
+    torch.testing.assert_close(gradients, recorded["grad_prompts"], rtol=1e-8, atol=1e-11)
 
 
 def test_prompts_begin_within_the_bound_of_the_papers_code() -> None:
