@@ -11,6 +11,7 @@ import yaml
 from composed import composed
 from devices.pretended_cuda import CUDA, moved, pretended_cuda
 from omegaconf import DictConfig, OmegaConf
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from dmlbench import build
@@ -31,6 +32,7 @@ from dmlbench.models.avsl_distance import AvslDistance, BorrowedDistance
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.hyperbolic_head import HyperbolicHead
 from dmlbench.models.net import MetricModel, features_of
+from dmlbench.models.parameter_efficient import BitFit, Lora, Prompts, Tuning
 from dmlbench.models.projection import Projection
 from dmlbench.training.averaged_weights import AveragedWeights
 from dmlbench.types import ModelOutput
@@ -279,6 +281,16 @@ def test_hyperbolic_head_its_loss_and_hier(riemannian: bool) -> None:
         parts = objective(ModelOutput(points), batch_labels(), step=1)
         assert {x.device for x in (points, *parts.values())} == {CUDA}
         assert torch.isfinite(parts["loss"].detach().twin)
+
+
+@pytest.mark.parametrize("tuning", [Lora(rank=2), Prompts(2), BitFit()], ids=lambda tuning: tuning.name)
+def test_tuned_vit(tuning: Tuning) -> None:
+    model = VisionTransformer(img_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2, num_classes=0)
+    tuning._tune(model.requires_grad_(False))
+    with pretended_cuda():
+        moved(model)
+        tokens = model.forward_features(torch.randn(2, 3, 8, 8, device=CUDA))
+        assert tokens.device == CUDA and torch.isfinite(tokens.detach().twin).all()
 
 
 @pytest.mark.parametrize(("variant", "max_classes"), [("official", 1000), ("paper", 3)])
