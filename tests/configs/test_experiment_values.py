@@ -314,20 +314,29 @@ def of_hyp_vit(command: Command) -> Values:
     }  # fmt: skip
     if "frozen" in score.row:
         return wanted | {"fit.max_steps": 0, "fit.precision": "float32", "head.init": "identity"}
-    return wanted | {
+    wanted |= {
         "optim.lr": 1e-5 if score.backbone == "dino_vit_small" else 3e-5, "optim.weight_decay": 1e-2,
         "optim.optimizer._target_": "torch.optim.AdamW", "optim.optimizer.eps": 1e-8,
         "batch": ((100, 9), (98, 9), (450, 2), (450, 2))[at], "fit.max_steps": (50, 300, 3200, 5000)[at],
         "fit.validate_every": (50, 300, 3200, 5000)[at], "fit.warmup_steps": 0, "fit.patience": None,
-        "fit.clip_norm": 3.0, "schedule": None, "regularizers": [], "loss.temperature": 0.2,
-        "head.out_features": score.embedding_size, "head.curvature": 0.1, "head.clip_radius": 2.3,
-        "head.riemannian_gradient": False, "head.layer_norm": False, "backbone.frozen_until": "patch_projection",
+        "fit.clip_norm": 3.0, "schedule": None, "regularizers": [], "head.out_features": score.embedding_size,
+        "head.layer_norm": False, "head.init": "orthogonal", "backbone.frozen_until": "patch_projection",
         "transform.train.scale": [0.2, 1.0], "transform.train.crop": 224, "transform.train.resize": None,
     }  # fmt: skip
+    if score.row.startswith("Sph"):  # --hyp_c 0 --t 0.1
+        return wanted | {"loss.temperature": 0.1, "head.bias": True}
+    return wanted | {
+        "loss.temperature": 0.2, "head.curvature": 0.1, "head.clip_radius": 2.3, "head.riemannian_gradient": False,
+    }  # fmt: skip
+
+
+FROZEN = {"fit.max_steps": 0, "fit.precision": "float32", "head.init": "identity", "transform.eval.crop": 224}
 
 
 def of_hist(command: Command) -> Values:
     """README and train.py of ljin0429/HIST e7d650c8; CUB, Cars196, SOP; its epochs come after one of warm-up."""
+    if "frozen" in command.score.row:
+        return {**FROZEN, "pooling": "GapGmp"}
     at = ("cub200", "cars196", "sop").index(command.score.dataset)
     rate = (1.2e-4, 1e-4, 1e-4)[at]
     return {
@@ -346,6 +355,8 @@ def of_hist(command: Command) -> Values:
 
 def of_recall_at_k(command: Command) -> Values:
     """main.py and netlib.py of yash0307/RecallatK_surrogate ed052029; Cars196, SOP."""
+    if "frozen" in command.score.row:
+        return {**FROZEN, "pooling": "Gem"}
     at = ("cars196", "sop").index(command.score.dataset)
     return {
         "optim.lr": (1e-4, 2e-4)[at], "optim.weight_decay": 4e-4, "optim.optimizer._target_": "torch.optim.Adam",
@@ -363,6 +374,8 @@ def of_hier(command: Command) -> Values:
     """scripts/*/*.sh and train.py of tjddus9597/HIER-CVPR23 3986a744."""
     score, at = command.score, DATASETS.index(command.score.dataset)
     cnn, large = score.backbone == "resnet50", at > 1
+    if "frozen" in score.row:
+        return {**FROZEN, "pooling": "GapGmp" if cnn else "Native"}
     rate = {"dino_vit_small": 5e-6, "resnet50": 6e-4 if large else 1e-4}.get(score.backbone, 1e-5)
     wanted: Values = {
         "optim.lr": rate, "rate of proxies": 1e4 * rate, "optim.lr_multipliers.regularizer": 50,
@@ -371,7 +384,7 @@ def of_hier(command: Command) -> Values:
         "loss.margin": 0.1, "loss.alpha": 32, "regularizers": ["hier"], "regularizer.mixing": "add",
         "regularizer.hier.weight": 0.5, "regularizer.hier.num_proxies": 512, "regularizer.hier.num_neighbors": 20,
         "regularizer.hier.margin": 0.1, "head.curvature": 0.1, "head.clip_radius": 2.3, "head.layer_norm": True,
-        "head.riemannian_gradient": True, "head.out_features": 512 if cnn else 128,
+        "head.riemannian_gradient": True, "head.out_features": score.embedding_size,
         "fit.max_steps": 1500 if large else 1000, "fit.warmup_steps": 50 if large else 10,
         "fit.validate_every": 50 if score.dataset == "sop" else 10, "fit.patience": None, "fit.clip_value": 10.0,
         "fit.clip_norm": None, "fit.warmup_frozen": ["backbone"], "pooling": "GapGmp" if cnn else "Native",
