@@ -109,7 +109,8 @@ def _print_plan(plan: Plan, table: Table, waves: Sequence[Sequence[Run]], failur
         print(f"{row}{config.place:<{width}}  {_counted(of_config) or 'no run requested'}")
         chosen = dict(override.partition("=")[::2] for override in config.overrides)
         backbone = chosen.get("backbone", table.backbone)
-        stated[config.sha256] = hours_per_run(table.reproduce, config.dataset, backbone)
+        if chosen.get("fit") != "untrained":  # the hours are of a training
+            stated[config.sha256] = hours_per_run(table.reproduce, config.dataset, backbone)
     for failure in dict.fromkeys(failures):
         print(f"not planned: {failure}")
     to_do = [run for wave in waves for run in wave]
