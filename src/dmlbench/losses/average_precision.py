@@ -12,7 +12,7 @@ from dmlbench.device_copies import to_device
 from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.types import ConfigError, check_at_least, check_positive
 
-Step = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor, Tensor], Tensor]
 
 _STEEPEST = 50.0  # exponents beyond it count as it, as in the public codes
 
@@ -39,14 +39,10 @@ class SmoothAp(WholeBatchLoss):
 
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         rows = normalize(embeddings)
-        return one_minus_ap(rows @ rows.T, labels, self.positive_step, self.negative_step)
+        return one_minus_ap(rows @ rows.T, labels, self.step)
 
-    def positive_step(self, difference: Tensor) -> Tensor:
-        """h of a positive's similarity minus another one's."""
-        return _sigmoid(difference, self.temperature)
-
-    def negative_step(self, difference: Tensor) -> Tensor:
-        """h of a negative's similarity minus a positive's."""
+    def step(self, difference: Tensor, relevant: Tensor) -> Tensor:
+        """h [P, B] of similarities minus a positive's, [P, B]; ``relevant`` where they are a positive's, too."""
         return _sigmoid(difference, self.temperature)
 
 
@@ -73,13 +69,11 @@ class SupAp(SmoothAp):
         at_margin = float(_sigmoid(torch.tensor(margin, dtype=torch.float64), temperature)) + 0.5
         self.offset = at_margin if offset is None else offset
 
-    def positive_step(self, difference: Tensor) -> Tensor:
-        return (difference >= 0).to(difference.dtype)
-
-    def negative_step(self, difference: Tensor) -> Tensor:
+    def step(self, difference: Tensor, relevant: Tensor) -> Tensor:
         smooth = _sigmoid(difference, self.temperature)
         linear = self.slope * (difference - self.margin) + self.offset
-        return torch.where(difference > self.margin, linear, smooth + 0.5 * (difference > 0))
+        of_negatives = torch.where(difference > self.margin, linear, smooth + 0.5 * (difference > 0))
+        return torch.where(relevant, (difference >= 0).to(difference.dtype), of_negatives)
 
 
 class Roadmap(SupAp):
@@ -112,14 +106,14 @@ class Roadmap(SupAp):
         return self.ap_weight * super().of_batch(embeddings, labels) + self.calibration_weight * calibration
 
 
-def one_minus_ap(s: Tensor, labels: Tensor, positive_step: Step, negative_step: Step) -> Tensor:
+def one_minus_ap(s: Tensor, labels: Tensor, step: Step) -> Tensor:
     """Mean over queries of 1 - AP of similarities s [B, B] and labels [B] on the host; see ``SmoothAp``."""
     same = labels.cpu()[:, None] == labels.cpu()
     query, item = (to_device(x, s.device) for x in torch.where(same))  # [P] each
     relevant = to_device(same, s.device)[query]  # [P, B]
     difference = s[query] - s[query, item, None]
     itself = torch.arange(len(s), device=s.device) == item[:, None]
-    above = torch.where(relevant, positive_step(difference), negative_step(difference)).masked_fill(itself, 0)
+    above = step(difference, relevant).masked_fill(itself, 0)
     precision = (1 + (above * relevant).sum(1)) / (1 + above.sum(1))
     share = to_device(same.sum(1).to(s.dtype).reciprocal(), s.device)[query]
     return 1 - (precision * share).sum() / len(s)

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights that a training scores and saves."""
+"""Exponential moving averages (EMA) of a model's weights."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -11,27 +11,49 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from dmlbench.models.net import MetricModel
 
 
-class AveragedWeights:
-    """Average a = decay a + (1 - decay) w of a model's parameters w; the first update copies w.
+class MovingAverage:
+    """Average a = decay a + (1 - decay) w of a model's parameters w, which it starts from.
 
-    Buffers (running statistics of batch norm, counters, edges) are the model's own. Prototypes that a pooling starts
-    from embeddings are copied until they have started.
-
-    Equals ``torch.optim.swa_utils.AveragedModel``, whose counter makes every update wait for the device.
+    Buffers (running statistics of batch norm, counters, edges) are the model's own.
     """
 
     def __init__(self, model: MetricModel, decay: float) -> None:
         assert isinstance(model, nn.Module)
         self._average = get_ema_multi_avg_fn(decay)
-        self._observer = model.observer
         self._parameters = dict(model.named_parameters())
         self._weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        self._copied = list(self._parameters)
 
     @torch.no_grad()
     def update(self) -> None:
         """Move towards the model's weights, after a step of the optimizer."""
         self._average(list(self._weights.values()), list(self._parameters.values()), 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._weights)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume after an update; the model has been restored before."""
+        for name, weight in self._weights.items():
+            weight.copy_(state[name])
+
+
+class AveragedWeights(MovingAverage):
+    """The average that a training scores and saves; its first update copies the weights.
+
+    Prototypes that a pooling starts from embeddings are copied until they have started.
+
+    Equals ``torch.optim.swa_utils.AveragedModel``, whose counter makes every update wait for the device.
+    """
+
+    def __init__(self, model: MetricModel, decay: float) -> None:
+        super().__init__(model, decay)
+        self._observer = model.observer
+        self._copied = list(self._parameters)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        super().update()
         for name in self._copied:
             self._weights[name].copy_(self._parameters[name])
         self._copied = self._not_started()
@@ -59,12 +81,6 @@ class AveragedWeights:
         members = set(map(id, self._observer.parameters()))
         return [name for name, parameter in self._parameters.items() if id(parameter) in members]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._weights)
-
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after an update; the model has been restored before."""
-        for name, weight in self._weights.items():
-            weight.copy_(state[name])
+        super().load_state_dict(state)
         self._copied = self._not_started()

@@ -125,16 +125,15 @@ class PairwiseSearch(Search):
         A typical value must lie well within the scale's limit: beyond it, exact values decide.
         """
         some = [np.linspace(0, len(x) - 1, min(len(x), _PROBE)).astype(np.int64) for x in self._sets]
-        if self._absolute and self._relative:
+        balance = self._absolute / self._relative if self._relative else 0.0
+        if balance:
             number = min(map(len, some))
             pairs = some[0][:number], some[1][::-1][:number] + len(self._sets[0])
             value = self._exact(*map(self._rows_at, pairs)).abs()
         else:
             value = self.tile(some[0], some[1]).abs()
         typical = float(value.median()) or float(value.max()) or 1.0
-        if self._absolute and self._relative:
-            return max(self._absolute / self._relative, typical * math.exp(-_LIMIT / 2))
-        return typical
+        return max(balance, typical * math.exp(-_LIMIT / 2)) if balance else typical
 
     def tile(self, part: IntArray, columns: slice | IntArray) -> Tensor:
         """Similarities [T, W] float64 of the queries ``part`` [T] to the gallery items ``columns`` [W]."""
