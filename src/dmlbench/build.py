@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dmlbench.components import check_periods, component, declared, imported, parameters_of
 from dmlbench.data.batches.loaders import EvalBatches, Inputs, TrainBatches
 from dmlbench.data.batches.transforms import CropTransform
-from dmlbench.data.images.feature_cache import FeatureCache, FeatureCacheSettings, FeatureView, complete_cache
+from dmlbench.data.images.feature_cache import FeatureCache, FeatureCacheSettings, FeatureView, Level, complete_cache
 from dmlbench.data.images.image_cache import cached_images, stamp_of
 from dmlbench.data.images.sources import DecodedImages, ImageSource, Kernel, pixel_tensor, read_image
 from dmlbench.data.protocols import class_index
@@ -178,16 +178,17 @@ def use_feature_cache(
     if not np.isin(data.split.train, train_rows).all():
         train_rows = np.arange(len(data.table))
     spec: list[StoredMaps] = []
+    stores_maps = settings.level == "maps" or (model.pooling is not None and model.pooling.needs != "native")
 
     @torch.no_grad()
-    def records_of(images: torch.Tensor) -> torch.Tensor:
+    def maps_of(images: torch.Tensor) -> torch.Tensor:
+        """What level=maps stores, in its dtype; level=pooled pools it, so that both levels train on the same maps."""
         model.eval()
         memory_format = torch.channels_last if cfg.fit.channels_last else torch.contiguous_format
         with autocast(device, precision):
             images = images.to(device).contiguous(memory_format=memory_format)
-            if settings.level == "pooled":
-                assert isinstance(model, PooledModel)
-                return model.storable_features(images)[:, :, None, None]
+            if not stores_maps:
+                return images
             outputs = backbone.frozen_outputs(images)
         stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (images.shape[2], images.shape[3]))
         if spec and stored != spec[0]:
@@ -195,10 +196,20 @@ def use_feature_cache(
                 f"feature_cache: images of {images.shape[2:]} and {spec[0].image_size} pixels. Crop alike."
             )
         spec[:] = [stored]
-        return stored.pack(outputs)
+        return stored.pack(outputs).to(getattr(torch, settings.dtype))
+
+    @torch.no_grad()
+    def pooled_of(maps: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model, PooledModel)
+        model.eval()
+        backbone.stored = spec[0] if stores_maps else None
+        with autocast(device, precision):
+            pooled = model.storable_features(maps.to(device))[:, :, None, None]
+        backbone.stored = None
+        return pooled
 
     height, width = cfg.runtime.image_size
-    record_size = records_of(torch.zeros(1, 3, height, width, dtype=torch.uint8)).shape[1]
+    sample = maps_of(torch.zeros(1, 3, height, width, dtype=torch.uint8))
     node: Any = OmegaConf.to_container(cfg.backbone, resolve=True)
     digest = hashlib.sha256()
     for tensor in backbone.frozen_state():
@@ -208,17 +219,21 @@ def use_feature_cache(
         "files": None if data.table.pixels is not None else stamp_of(data.table),
         "backbone": {key: node[key] for key in node.keys() - {"weights_file", "pretrained", "batch_norm"}},
         "weights": digest.hexdigest(),
-        "pooling": OmegaConf.to_container(cfg.pooling, resolve=True) if settings.level == "pooled" else None,
+        "pooling": None,
         "transform": OmegaConf.to_container(cfg.transform, resolve=True),
-        "feature_cache": asdict(settings),
+        "feature_cache": asdict(replace(settings, level="maps")),
         "precision": precision,
         "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),
     }
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-    name = f"{data.table.name}-{settings.level}-{backbone.frozen_until}-{key}.features"
-    cache = FeatureCache(Path(cfg.paths.cache_dir) / name, len(data.table), train_rows, settings, record_size)
 
-    def records(positions: IntArray) -> Iterator[torch.Tensor]:
+    def cache_of(content: dict[str, Any], level: Level, record_size: int) -> FeatureCache:
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        name = f"{data.table.name}-{level}-{backbone.frozen_until}-{key}.features"
+        return FeatureCache(
+            Path(cfg.paths.cache_dir) / name, len(data.table), train_rows, settings, record_size, content
+        )
+
+    def rendered(positions: IntArray) -> Iterator[torch.Tensor]:
         views = positions >= len(data.table)
         for part, transform in ((positions[~views], cfg.transform.eval), (positions[views], cfg.transform.train)):
             if not len(part):
@@ -228,9 +243,20 @@ def use_feature_cache(
                 data.table, rows, images=open_images(transform), transform=component(transform),
                 batch_size=_CACHE_BATCH, device=device, num_workers=cfg.num_workers, seeds=seeds,
             )  # fmt: skip
-            yield from (records_of(batch.images) for batch in batches)
+            yield from (maps_of(batch.images) for batch in batches)
 
-    complete_cache(cache, content, records, progress=sys.stderr.isatty(), check=check, name=data.table.name)
+    def pooled(positions: IntArray) -> Iterator[torch.Tensor]:
+        from_maps = stores_maps and maps.is_complete()
+        source = maps.records(positions, _CACHE_BATCH) if from_maps else rendered(positions)
+        return (pooled_of(block) for block in source)
+
+    cache = maps = cache_of(content, "maps", sample[0].numel())
+    if settings.level == "pooled":
+        pooling = OmegaConf.to_container(cfg.pooling, resolve=True)
+        own = {"pooling": pooling, "feature_cache": asdict(settings), "pooled_from": "maps as stored"}
+        cache = cache_of(content | own, "pooled", pooled_of(sample).shape[1])
+    records = pooled if settings.level == "pooled" else rendered
+    complete_cache(cache, records, progress=sys.stderr.isatty(), check=check, name=data.table.name)
     if isinstance(model, PooledModel) and settings.level == "pooled":
         model.stored_pooled = True
     else:

@@ -17,6 +17,7 @@ from dmlbench.config import compose
 from dmlbench.data.batches.loaders import TrainBatches
 from dmlbench.data.images import feature_cache
 from dmlbench.evaluation.embeddings.embed import load_embeddings
+from dmlbench.models.backbones import Backbone
 from dmlbench.results.store import EMBEDDINGS, read_result
 from dmlbench.runner import run
 from dmlbench.runtime import derive_seed
@@ -110,6 +111,25 @@ def test_a_killed_run_and_a_killed_build_resume_to_the_same_bits(
     one, other = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert read_result(whole)["metrics"] == read_result(resumed)["metrics"]
+
+
+def test_pooled_features_are_the_same_bits_from_stored_maps_as_from_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = ["backbone.frozen_until=all", "fit=untrained", f"feature_cache.views={VIEWS}"]
+    run(config(tmp_path / "images", *half, "feature_cache=pooled"))
+    run(config(tmp_path / "maps", *half, "feature_cache=maps"))
+    with monkeypatch.context() as patch:
+        frozen_outputs = Backbone.frozen_outputs
+
+        def of_the_sample_alone(self: Backbone, images: torch.Tensor) -> Any:
+            assert len(images) == 1, "the backbone embeds images although their maps are stored"
+            return frozen_outputs(self, images)
+
+        patch.setattr(Backbone, "frozen_outputs", of_the_sample_alone)
+        run(config(tmp_path / "maps", *half, "feature_cache=pooled"))
+    one, other = (next((tmp_path / part / "cache").glob("*-pooled-*")) for part in ("images", "maps"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:

@@ -87,16 +87,37 @@ def find_configs(
     return named_configs(grouped)
 
 
-def named_configs(grouped: Mapping[tuple[str, str], list[Found]]) -> dict[tuple[str, str], list[ConfigSummary]]:
-    """Label configs by (data set, protocol), trained ones first."""
+def named_configs(
+    grouped: Mapping[tuple[str, str], list[Found]], rows: Mapping[Path, str] | None = None
+) -> dict[tuple[str, str], list[ConfigSummary]]:
+    """Label configs by (data set, protocol), trained ones first.
+
+    Args:
+        rows: labels by a config's folder, which are kept, as is the order. Differing settings that the rows' own
+            overrides or recipe set are not noted.
+    """
     result = {}
     for key, everything in grouped.items():
         found = [ConfigSummary(path, tuple(runs), summary, "") for path, runs, summary in everything]
         labels, differing = labels_of_runs([(config.complete[0], config.summary["choices"]) for config in found])
         labels = _distinct(labels, [config.path for config in found])
+        if rows is not None:
+            labels = [rows[config.path] for config in found]
+            known = {setting for config in found for setting in _set_by_row(config.complete[0])}
+            differing = [note for note in differing if note.partition(":")[0] not in known]
         named = [replace(c, label=label, differing=tuple(differing)) for c, label in zip(found, labels, strict=True)]
-        result[key] = sorted(named, key=lambda config: ("(untrained)" not in config.label, config.label))
+        result[key] = named if rows is not None else sorted(named, key=_place_in_table)
     return result
+
+
+def _place_in_table(config: ConfigSummary) -> tuple[bool, str]:
+    return "(untrained)" not in config.label, config.label
+
+
+def _set_by_row(run_dir: Path) -> list[str]:
+    """Settings that the command line or a recipe set."""
+    runtime = read_config(run_dir / store.CONFIG).get("runtime") or {}
+    return [*(runtime.get("given") or ()), *((runtime.get("recipe") or {}).get("places") or ())]
 
 
 def build_tables(

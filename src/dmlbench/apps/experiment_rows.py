@@ -14,6 +14,8 @@ An experiment that reproduces a table or a figure of a paper is called ``<paper>
     hours_per_run:    hours by data set (under ``backbones`` by backbone before), their ``device``, how they were
                       ``measured``, and whether they are an ``upper_bound`` (optional)
     also:             beside a grid: further configs, as a list of overrides
+    search:           option of conf/search that makes the recipe of this name, for rows with it (optional)
+    references:       labels of own rows that all others are compared with (optional)
 
 Scores that the paper took from others are *quoted*. Experiments without a paper's scores are tables of their own
 ``rows``, or of their grid (``hydra.sweeper.params``).
@@ -103,6 +105,8 @@ class _Reproduce(Schema):
     commands: list[str] | None = None
     hours_per_run: _Hours | None = None
     also: list[str | list[str]] | None = None
+    search: str | None = None
+    references: list[str] | None = None
 
 
 class _Experiment(BaseModel, extra="ignore", strict=True):

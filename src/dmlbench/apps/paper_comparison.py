@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
-from dmlbench.apps.compare_configs import Found, build_tables, named_configs
+from dmlbench.apps.compare_configs import ConfigSummary, Found, named_configs
 from dmlbench.apps.experiment_rows import NARROWING, Row
 from dmlbench.apps.loading import distance_of_run
 from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
@@ -24,7 +24,6 @@ from dmlbench.results.aggregate import aggregate_config, has_scores, is_current,
 from dmlbench.results.caveats import by_fact, incomparable
 from dmlbench.results.rules import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
-from dmlbench.results.table import Table
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import cached_sha256, git_commit
 from dmlbench.types import DmlbenchError, RunInUse
@@ -226,14 +225,18 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
     return found
 
 
-def grid_tables(summaries: Mapping[str, Summary], spec: EvaluationSpec) -> dict[tuple[str, str], Table]:
-    """The configs of a grid as tables, one for each data set and protocol."""
+def configs_of_grid(
+    summaries: Mapping[str, Summary], labels: Mapping[str, str]
+) -> dict[tuple[str, str], list[ConfigSummary]]:
+    """The configs of a grid, or of rows with ``labels`` by ``sha256``, by (data set, protocol)."""
     grouped: dict[tuple[str, str], list[Found]] = {}
-    for summary in summaries.values():
+    by_folder = {}
+    for sha256, summary in summaries.items():
         if summary.found is not None:
             run = summary.found[1][0]
             grouped.setdefault((run.dataset, run.protocol), []).append(summary.found)
-    return build_tables(named_configs(grouped), spec)
+            by_folder[summary.found[0]] = labels.get(sha256, "")
+    return named_configs(grouped, by_folder if all(by_folder.values()) else None)
 
 
 def seconds_per_run(plan: Plan, hours: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:

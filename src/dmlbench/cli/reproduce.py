@@ -73,9 +73,15 @@ def _reproduce(
 
         run_commands(name, reproduce, args, given, config_dir)
         return
+    table = select_table(args, name, folders, given)
+    if args.tune:
+        from dmlbench.cli.tune import tune_rows
+
+        tune_rows(table, args.paths, shard, config_dir)
+        return
     from dmlbench.cli.run_table import run_table  # torch comes with it, which a misspelt name need not wait for
 
-    run_table(args, select_table(args, name, folders, given), shard, given, launching, config_dir)
+    run_table(args, table, shard, given, launching, config_dir)
 
 
 def _print_list(folders: Sequence[Path]) -> None:

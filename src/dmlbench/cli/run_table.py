@@ -17,13 +17,16 @@ import numpy as np
 from hydra.core.utils import JobReturn
 
 from dmlbench.apps import paper_comparison
+from dmlbench.apps.compare_configs import ConfigSummary, build_tables
 from dmlbench.apps.experiment_rows import hours_per_run
+from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.plan import Plan, Run, compose_configs, make_plan, missing_inputs
 from dmlbench.cli import train
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.hydra_command import Job, launch, quiet, raise_failures
 from dmlbench.cli.reproduce import Table
 from dmlbench.config import config_folder, key_of, schema_of
+from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import PlannedConfig, planned_config
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
@@ -167,10 +170,40 @@ def _print_table(
     if not any(summary.found for summary in summaries.values()):
         print(f"{table.name}: no config has a complete run yet")
         return
-    made = paper_comparison.grid_tables(summaries, spec)
-    for (dataset, protocol), one in made.items():
+    labels = {config.sha256: table.labels.get(config.overrides, "") for config in plan.configs}
+    grouped = paper_comparison.configs_of_grid(summaries, labels)
+    for (dataset, protocol), one in build_tables(grouped, spec).items():
         noted = replace(one, notes=(*one.notes, *notes, *reasons))
-        noted.publish(base if len(made) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
+        noted.publish(base if len(grouped) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
+    if references := table.reproduce.get("references"):
+        _print_references(args, grouped, references, base)
+
+
+def _print_references(
+    args: Any, grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], references: Sequence[str], base: Path
+) -> None:
+    """Print and write the complete rows' differences from reference rows; a table without these has none."""
+    from dmlbench.apps import reference_comparison as compared
+
+    complete = {dataset: compared.complete_rows(configs) for (dataset, _), configs in grouped.items()}
+    whole = {
+        dataset: configs for dataset, configs in complete.items()
+        if len(configs) > 2 and set(references) <= {config.label for config in configs}
+    }  # fmt: skip
+    if not whole:
+        return
+    for dataset, configs in whole.items():
+        for metric in args.metrics:
+            title = f"{dataset}, {score_named(metric).label}: differences"
+            made = compared.reference_table(title, configs, references, metric)
+            made.publish(base.with_name(f"{base.name}-{dataset}-{metric}-differences"))
+    for dataset, configs in whole.items():
+        for sentence in (each for metric in args.metrics for each in compared.conclusions(configs, references, metric)):
+            print(f"{dataset}, {sentence}")
+    metric = args.metrics[-1]
+    save_figure(compared.score_figure(whole, references, metric), base.with_suffix(".png"))
+    save_figure(compared.rank_figure(whole, metric), base.with_name(f"{base.name}-ranks.png"))
+    print(f"written: {base.with_suffix('.png')}, {base.with_name(f'{base.name}-ranks.png')}")
 
 
 def write_comparison(name: str, comparisons: Sequence[Comparison], notes: Sequence[str], base: Path) -> None:

@@ -1,6 +1,8 @@
 """``dmlbench tune``: search hyper-parameters under ``protocol=hpo``, and write the best as a recipe."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,16 @@ from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.hydra_command import composed_command, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run
-from dmlbench.config import composing, key_of, schema_of
+from dmlbench.config import arguments_of, composing, key_of, schema_of, without_hydra
+from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:
+    from dmlbench.cli.reproduce import Table
+    from dmlbench.runner import ComposedRun
     from dmlbench.tuning.search import Outcome, Search
+
+log = logging.getLogger(__name__)
 
 _OWN = (*schema_of("tune").__dataclass_fields__, "search")
 
@@ -35,27 +42,81 @@ def main(line: CommandLine) -> None:
 
 
 def _tune(args: Any, given: Sequence[str], config_dir: Path | None) -> None:
-    from dmlbench.runner import ComposedRun
+    _conduct(make_search(args, given, _choices), config_dir)
+
+
+def _conduct(search: "Search", config_dir: Path | None) -> None:
     from dmlbench.tuning.search import conduct, reporting
 
-    def compose(overrides: Sequence[str]) -> ComposedRun:
-        with quiet("dmlbench.recipes"):  # said once, by the recipe's own file
-            return ComposedRun(composed_run(in_train(overrides)))
-
-    def choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
-        composed = hydra.compose("train", in_train(overrides), return_hydra_config=True)
-        return dict(composed.hydra.runtime.choices)
-
-    search = make_search(args, given, choices)
-    conduct(search, compose)
+    conduct(search, _compose)
     with reporting(search) as found:
-        _report(search, found, compose, choices, config_dir)
+        _report(search, found, config_dir)
 
 
-def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices: Any, config_dir: Path | None) -> None:
+def _compose(overrides: Sequence[str]) -> "ComposedRun":
+    from dmlbench.runner import ComposedRun
+
+    with quiet("dmlbench.recipes"):  # said once, by the recipe's own file
+        return ComposedRun(composed_run(in_train(overrides)))
+
+
+def _choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
+    composed = hydra.compose("train", in_train(overrides), return_hydra_config=True)
+    return dict(composed.hydra.runtime.choices)
+
+
+def tune_rows(table: "Table", paths: Any, shard: tuple[int, int], config_dir: Path | None) -> None:
+    """Conduct the searches of a table's rows that have the recipe of its ``search``; write that recipe at the end.
+
+    Rows that share the options of ``COVERED`` share their values: the first one is searched.
+
+    Args:
+        shard: i/n; this process conducts every n-th search.
+    """
+    from dmlbench.tuning.best_trial import COVERED, joint_recipe, ranked, spread_table
+    from dmlbench.tuning.search import is_done, reporting
+
+    name = table.reproduce.get("search")
+    if name is None:
+        raise ConfigError(f"tune: got true, but {table.name} names no search. Tune a config by dmlbench tune.")
+    searches: dict[str, Search] = {}
+    covered: dict[str, dict[str, str]] = {}
+    for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
+        overrides = [each for each in row.overrides if key_of(each) not in ("recipe", "experiment")]
+        when = {key_of(each): each.partition("=")[2] for each in overrides if key_of(each) in COVERED}
+        if (key := "-".join(when.values())) not in searches:
+            command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
+            args = replace(arguments_of(without_hydra(command)), paths=paths)
+            searches[key], covered[key] = make_search(args, overrides, _choices), when
+    number, count = shard
+    for i, (key, search) in enumerate(searches.items()):
+        if i % count == number - 1 and not is_done(search):
+            log.info("search %d of %d: %s", i + 1, len(searches), key)
+            _conduct(search, config_dir)
+    if left := [key for key, search in searches.items() if not is_done(search)]:
+        print(f"{len(left)} of {len(searches)} searches are left: {', '.join(left)}")
+        return
+    outcomes = {}
+    for key, search in searches.items():
+        with reporting(search) as outcomes[key]:
+            pass
+    best = {key: ranked(found)[0] for key, found in outcomes.items()}
+    if failed := [key for key, trial in best.items() if trial.state != "complete"]:
+        raise RunError(f"{', '.join(failed)}: no trial is complete.")
+    of_runs = {key: search.of_run(best[key].values, 0) for key, search in searches.items()}
+    parts = [(covered[key], _choices(of_runs[key]), best[key]) for key in searches]
+    folder = Path(paths.output_dir) / "tuning" / name
+    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(folder / "trials")
+    path = folder / "recipe" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts).encode())
+    print(f"written: {path}\nto use it: dmlbench reproduce {table.name} --config-dir {quote(str(folder))}")
+
+
+def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | None) -> None:
     from dmlbench.tuning.best_trial import notes, ranked, trials_table
 
-    monitor = compose(search.of_run(found[0].values, 0)).monitor
+    monitor = _compose(search.of_run(found[0].values, 0)).monitor
     table = trials_table(search, found, monitor)
     written = table.write(search.folder / "trials", ["csv", "md"])
     print(table.to_markdown())
@@ -64,7 +125,7 @@ def _report(search: "Search", found: "Sequence[Outcome]", compose: Any, choices:
         if any(outcome.state == "running" for outcome in found):
             return  # whoever has them writes the recipe
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
-    path, use = _write_recipe(search, best, compose, choices, config_dir)
+    path, use = _write_recipe(search, best, config_dir)
     print("\n".join(f"written: {each}" for each in [*written, path]))
     folder = quote(str(search.folder))
     print(f"\nto train by it: dmlbench train --config-dir {folder} recipe={search.name} {' '.join(use)}")
@@ -96,16 +157,13 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     )  # fmt: skip
 
 
-def _write_recipe(
-    search: "Search", best: "Outcome", compose: Any, choices: Any, config_dir: Path | None
-) -> tuple[Path, list[str]]:
+def _write_recipe(search: "Search", best: "Outcome", config_dir: Path | None) -> tuple[Path, list[str]]:
     """Write the recipe and check that it makes the winner's settings; return its file and the overrides beside it."""
     from dmlbench.runner import ComposedRun
-    from dmlbench.runtime import atomic_write
     from dmlbench.tuning.best_trial import make_recipe, settings
 
-    content, asked = make_recipe(search, best, compose, choices)
-    winner = settings(compose(search.of_run(best.values, 0)))
+    content, asked = make_recipe(search, best, _compose, _choices)
+    winner = settings(_compose(search.of_run(best.values, 0)))
     path = search.folder / "recipe" / f"{search.name}.yaml"
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, content.encode())

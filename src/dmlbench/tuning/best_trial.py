@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -43,6 +44,27 @@ def trials_table(search: Search, outcomes: Sequence[Outcome], monitor: str) -> T
         notes=tuple(notes(search, outcomes)),
         align="r" * (len(keys) + 3) + "l",
         data=pd.DataFrame(data, columns=["trial", "state", "score", "steps", *keys, "runs", "note"], dtype=object),
+    )
+
+
+def spread_table(name: str, outcomes: Mapping[str, Sequence[Outcome]], monitor: str) -> Table:
+    """How much tuning matters: a row for each search, in percent; the CSV has every trial, as fractions."""
+    rows, lines = [], []
+    for search, found in outcomes.items():
+        scores = [100 * (o.score or 0.0) for o in ranked(found) if o.state == "complete"]
+        numbers = [scores[0], float(np.median(scores)), scores[-1]]
+        near = sum(score > scores[0] - 0.5 for score in scores)
+        rows.append([*(f"{number:.2f}" for number in numbers), f"{near} of {len(found)}", len(found) - len(scores)])
+        for o in found:
+            values = " ".join(f"{key}={value}" for key, value in o.values.items())
+            lines.append([search, o.number + 1, o.state, o.score, o.steps, values, o.note])
+    heads = [f"best {monitor}", "median", "worst", "within 0.5 of the best", "failed"]
+    return Table(
+        f"{name}: trials",
+        pd.DataFrame(rows, pd.Index(outcomes, name="search"), heads, dtype=object),
+        notes=("validation under protocol=hpo, which sees no test image; one run each",),
+        align="lrrrrr",
+        data=pd.DataFrame(lines, columns=["search", "trial", "state", "score", "steps", "values", "note"]),
     )
 
 
@@ -117,6 +139,38 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
         f"# Every trial had: {search.described}\n"
     )
     return head + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120), asked
+
+
+def joint_recipe(
+    name: str, trials: int, parts: Sequence[tuple[Mapping[str, str], Mapping[str, str | None], Outcome]]
+) -> str:
+    """One recipe of the best trials of several searches.
+
+    Args:
+        trials: of each search.
+        parts: per search the options that its entry applies to, the options of its runs, and its best trial.
+    """
+    blocks: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    entries = []
+    for when, chosen, best in parts:
+        block = blocks.setdefault((str(chosen["backbone"]), str(chosen["pooling"]), str(chosen["head"])), {})
+        for group in ("dataset", "loss"):
+            block.setdefault(group, [])
+            if (option := str(chosen[group])) not in block[group]:
+                block[group].append(option)
+        source = f"the best of {trials} trials, validation score {100 * (best.score or 0.0):.2f}"
+        entries.append({"when": dict(when), "set": dict(best.values), "source": source})
+    covers = [
+        {"dataset": block["dataset"], "protocol": ["mlrc", "hpo"], "backbone": backbone, "pooling": pooling,
+         "head": head, "loss": block["loss"]}
+        for (backbone, pooling, head), block in blocks.items()
+    ]  # fmt: skip
+    head = (
+        f"# The best trials of the searches of conf/search/{name}.yaml, by validation under protocol=hpo.\n"
+        f"# Written by `dmlbench reproduce {name} tune=true`.\n"
+    )
+    content = {"covers": covers, "settings": entries}
+    return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
 
 
 def settings(run: ComposedRun) -> dict[str, Any]:

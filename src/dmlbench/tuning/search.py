@@ -280,6 +280,14 @@ def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which:
             time.sleep(_WAIT_S)
 
 
+def is_done(search: Search) -> bool:
+    """Whether all trials of a search have ended."""
+    if not (search.folder / STORAGE).is_file():
+        return False
+    with reporting(search) as found:
+        return len(found) >= search.trials and all(outcome.state != "running" for outcome in found)
+
+
 @contextlib.contextmanager
 def reporting(search: Search) -> Iterator[list[Outcome]]:
     """The outcomes by now, while this process alone may write them."""

@@ -70,13 +70,20 @@ class FeatureCache:
         view_rows: [K] table rows with random views.
         settings: of the cache.
         record_size: F.
+        content: what the records depend on, as JSON.
     """
 
     def __init__(
-        self, path: Path, num_images: int, view_rows: IntArray, settings: FeatureCacheSettings, record_size: int
-    ) -> None:
+        self, path: Path, num_images: int, view_rows: IntArray, settings: FeatureCacheSettings, record_size: int,
+        content: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.path, self.settings, self.record_size = path, settings, record_size
         self.num_records = num_images + len(view_rows) * settings.views
+        header = json.dumps({"version": _VERSION, "records": self.num_records, **content}, sort_keys=True).encode()
+        self.head = _MAGIC + len(header).to_bytes(8, "little") + header
+        self.start = _aligned(len(self.head) + 4 * self.num_records)
+        self.record_bytes = record_size * np.dtype(_STORED_AS[settings.dtype]).itemsize
+        self.total_bytes = self.start + self.num_records * self.record_bytes
         self._num_images = num_images
         self._view_rows = view_rows
         self._place = np.full(num_images, -1, dtype=np.int64)
@@ -98,10 +105,24 @@ class FeatureCache:
 
     def read(self, rows: IntArray, views: IntArray | None) -> Tensor:
         """Records [B, F, 1, 1] of table rows, as evaluation sees them or of random views [B]."""
+        return self._at(rows if views is None else self._num_images + self._place[rows] * self.settings.views + views)
+
+    def records(self, positions: IntArray, batch_size: int) -> Iterator[Tensor]:
+        """Records [b, F, 1, 1] of the given positions in order, in parts."""
+        for first in range(0, len(positions), batch_size):
+            yield self._at(positions[first : first + batch_size])
+
+    def is_complete(self) -> bool:
+        """Whether the file is there, of this content."""
+        if not self.path.is_file() or self.path.stat().st_size != self.total_bytes:
+            return False
+        with open(self.path, "rb") as file:
+            return file.read(len(self.head)) == self.head
+
+    def _at(self, places: IntArray) -> Tensor:
         if self._records is None:
             self._open()
         assert self._records is not None
-        places = rows if views is None else self._num_images + self._place[rows] * self.settings.views + views
         for place in places[~self._checked[places]].tolist():
             if _checksum(self._records[place].data) != self._checksums[place]:
                 raise DataError(f"the feature cache '{self.path}' is damaged; remove it to build it again")
@@ -113,11 +134,10 @@ class FeatureCache:
 
     def _open(self) -> None:
         with open(self.path, "rb") as file:
-            start = len(_MAGIC) + 8 + int.from_bytes(file.read(len(_MAGIC) + 8)[-8:], "little")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._checksums = np.frombuffer(mapped, np.uint32, self.num_records, start).copy()
-        start = _aligned(start + 4 * self.num_records)
-        flat = np.frombuffer(mapped, _STORED_AS[self.settings.dtype], self.num_records * self.record_size, start)
+        self._checksums = np.frombuffer(mapped, np.uint32, self.num_records, len(self.head)).copy()
+        dtype = _STORED_AS[self.settings.dtype]
+        flat = np.frombuffer(mapped, dtype, self.num_records * self.record_size, self.start)
         self._records = flat.reshape(self.num_records, self.record_size)
 
 
@@ -136,44 +156,37 @@ class FeatureView:
 
 def complete_cache(
     cache: FeatureCache,
-    content: dict[str, Any],
     records: Callable[[IntArray], Iterator[Tensor]],
     *,
     progress: bool,
     check: Callable[[], None],
     name: str,
-) -> FeatureCache:
+) -> None:
     """Build the file of a cache unless it is there; an interrupted build resumes, other processes wait.
 
     Args:
-        content: what the records depend on, as JSON.
         records: records [b, F, 1, 1] of the given positions in order, in parts.
         check: called regularly; its exceptions end the build, whose next start resumes.
         name: of the data set, for messages.
     """
-    header = json.dumps({"version": _VERSION, "records": cache.num_records, **content}, sort_keys=True).encode()
-    head = _MAGIC + len(header).to_bytes(8, "little") + header
-    start = _aligned(len(head) + 4 * cache.num_records)
-    total = start + cache.num_records * cache.record_size * np.dtype(_STORED_AS[cache.settings.dtype]).itemsize
-    if _is_complete(cache.path, head, total):
-        return cache
+    if cache.is_complete():
+        return
     cache.path.parent.mkdir(parents=True, exist_ok=True)
     part = cache.path.with_suffix(".part")
     try:
         with build_lock(cache.path, check):
-            if not _is_complete(cache.path, head, total):
-                _build(part, cache, head, start, total, records, progress=progress, check=check, name=name)
+            if not cache.is_complete():
+                _build(part, cache, records, progress=progress, check=check, name=name)
                 os.replace(part, cache.path)
     except OSError as error:
         raise DataError(f"feature cache '{cache.path}': {error.strerror or error}. {_REMEDY}") from error
-    return cache
 
 
 def _build(
-    path: Path, cache: FeatureCache, head: bytes, start: int, total: int,
-    records: Callable[[IntArray], Iterator[Tensor]], *, progress: bool, check: Callable[[], None], name: str,
+    path: Path, cache: FeatureCache, records: Callable[[IntArray], Iterator[Tensor]], *, progress: bool,
+    check: Callable[[], None], name: str,
 ) -> None:  # fmt: skip
-    size = (total - start) // cache.num_records
+    head, start, total, size = cache.head, cache.start, cache.total_bytes, cache.record_bytes
     stored = path.stat().st_blocks * 512 if path.exists() else 0
     if (free := shutil.disk_usage(path.parent).free + stored) < total:
         raise DataError(
@@ -223,13 +236,6 @@ def _as_stored(block: Tensor, dtype: CacheDtype, name: str) -> NDArray[Any]:
             f"feature_cache.dtype: features of {name} are not finite in {dtype}. Set feature_cache.dtype=float32."
         )
     return np.asarray((converted.view(torch.uint16) if dtype == "bfloat16" else converted).numpy())
-
-
-def _is_complete(path: Path, head: bytes, total: int) -> bool:
-    if not path.is_file() or path.stat().st_size != total:
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(head)) == head
 
 
 def _aligned(offset: int) -> int:

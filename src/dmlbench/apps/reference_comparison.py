@@ -1,0 +1,195 @@
+"""All rows of a table against reference rows: paired differences, p-values after Holm, a bootstrap over classes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from dmlbench.apps.compare_configs import ConfigSummary
+from dmlbench.apps.pictures import COLORS, plt
+from dmlbench.evaluation.metrics.registry import Score, score_named
+from dmlbench.results.class_bootstrap import class_bootstrap
+from dmlbench.results.collections import PairedDifference, confidence_interval, holm, paired_difference
+from dmlbench.results.store import Coordinates, RunInfo
+from dmlbench.results.table import Table
+from dmlbench.types import ConfigError, closest
+
+_LEVEL = 0.05
+_MOST_RANKED = 10
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A row minus the reference row, as fractions."""
+
+    label: str
+    paired: PairedDifference
+    p_value: float | None  # after Holm, over the rows compared with this reference
+    classes: tuple[float, float]  # 95 % interval by the bootstrap over test classes
+
+    @property
+    def is_told_apart(self) -> bool:
+        return self.p_value is not None and self.p_value < _LEVEL
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.is_told_apart and self.paired.difference > 0
+
+
+def differences_to(reference: str, configs: Sequence[ConfigSummary], metric: str) -> list[Difference]:
+    """Every other config against the one whose label is ``reference``."""
+    labels = [config.label for config in configs]
+    if reference not in labels:
+        raise ConfigError(f"reproduce.references: '{reference}' is no complete row; {closest(reference, labels)}")
+    base = configs[labels.index(reference)]
+    others = [config for config in configs if config is not base]
+    paired = [paired_difference(_by_run(base, metric), _by_run(other, metric)) for other in others]
+    corrected = iter(holm([pair.p_value for pair in paired if pair.p_value is not None]))
+    p_values = [None if pair.p_value is None else next(corrected) for pair in paired]
+    of_base, classes = _per_query(base, metric)
+    intervals = [class_bootstrap(_per_query(other, metric)[0] - of_base, classes) for other in others]
+    return [
+        Difference(config.label, pair, p_value, interval)
+        for config, pair, p_value, interval in zip(others, paired, p_values, intervals, strict=True)
+    ]
+
+
+def _by_run(config: ConfigSummary, metric: str) -> dict[Coordinates, float]:
+    return {(run.fold, run.repeat): config.summary["raw"][run.path.name][metric] for run in _summarized(config)}
+
+
+def _summarized(config: ConfigSummary) -> list[RunInfo]:
+    return [run for run in config.runs if run.path.name in config.summary["raw"]]
+
+
+def _per_query(config: ConfigSummary, metric: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Scores [Q] of the queries that have one, averaged over runs, and their labels [Q]."""
+    frames = [pd.read_csv(run.path / "per_query.csv") for run in _summarized(config)]
+    scores = np.mean([frame[metric] for frame in frames], axis=0)
+    known = np.isfinite(scores)
+    return scores[known], frames[0]["label"].to_numpy()[known]
+
+
+def reference_table(title: str, configs: Sequence[ConfigSummary], references: Sequence[str], metric: str) -> Table:
+    """A row for each config, with its differences from the references."""
+    score = score_named(metric)
+    columns: dict[str, list[str]] = {score.label: [_mean(config, score) for config in configs]}
+    for reference in references:
+        found = {one.label: one for one in differences_to(reference, configs, metric)}
+        own = [found.get(config.label) for config in configs]
+        columns[f"− {reference}"] = ["" if one is None else _interval(one, score) for one in own]
+        columns[f"p, {reference}"] = ["" if one is None or one.p_value is None else f"{one.p_value:.2g}" for one in own]
+        columns[f"classes, {reference}"] = ["" if one is None else _bounds(one.classes, score) for one in own]
+    return Table(
+        title,
+        pd.DataFrame(columns, index=pd.Index([config.label for config in configs], name="row"), dtype=object),
+        notes=(
+            "points, with 95 % t intervals over pairs of runs with the same fold, repeat and seed",
+            f"p: two-sided, after Holm's correction over the {len(configs) - 1} rows compared with a reference",
+            "classes: 95 % intervals of the bootstrap over test classes, of scores averaged over runs; not corrected",
+        ),
+        align="l" + "r" * len(columns),
+        data=pd.DataFrame(_lines(configs, references, metric)),
+    )
+
+
+def _lines(configs: Sequence[ConfigSummary], references: Sequence[str], metric: str) -> list[dict[str, object]]:
+    return [
+        {
+            "row": one.label, "reference": reference, "metric": metric, "difference": one.paired.difference,
+            "low": (one.paired.interval or (None, None))[0], "high": (one.paired.interval or (None, None))[1],
+            "p_value": one.paired.p_value, "p_holm": one.p_value, "classes_low": one.classes[0],
+            "classes_high": one.classes[1], "pairs": one.paired.n_pairs,
+        }
+        for reference in references for one in differences_to(reference, configs, metric)
+    ]  # fmt: skip
+
+
+def _mean(config: ConfigSummary, score: Score) -> str:
+    return f"{score.scale * np.mean(list(_by_run(config, score.name).values())):.2f}"
+
+
+def _interval(one: Difference, score: Score) -> str:
+    text = f"{score.scale * one.paired.difference:+.2f}"
+    return f"{text} {_bounds(one.paired.interval, score)}" if one.paired.interval else text
+
+
+def _bounds(interval: tuple[float, float], score: Score) -> str:
+    low, high = (score.scale * bound for bound in interval)
+    return f"[{low:+.2f}, {high:+.2f}]"
+
+
+def conclusions(configs: Sequence[ConfigSummary], references: Sequence[str], metric: str) -> list[str]:
+    """Sentences: which rows cannot be told apart from the first reference, which do not beat the others."""
+    label = score_named(metric).label
+    first, *others = references
+    alike = [one.label for one in differences_to(first, configs, metric) if not one.is_told_apart]
+    found = [f"{label}: cannot be told apart from {first}: {', '.join(alike) or 'no row'}"]
+    for reference in others:
+        behind = [one.label for one in differences_to(reference, configs, metric) if not one.is_ahead]
+        found.append(f"{label}: not ahead of {reference}: {', '.join(behind) or 'no row'}")
+    return found
+
+
+def score_figure(tables: Mapping[str, Sequence[ConfigSummary]], references: Sequence[str], metric: str) -> Figure:
+    """A panel for each data set: every row's mean score, best first, with its interval over seeds."""
+    score = score_named(metric)
+    height = 0.9 + 0.2 * max(map(len, tables.values()))
+    figure, axes = plt.subplots(
+        1, len(tables), figsize=(4.8 * len(tables), height), layout="constrained", squeeze=False
+    )
+    for axis, (name, configs) in zip(axes[0], tables.items(), strict=True):
+        means = {config.label: score.scale * np.mean(list(_by_run(config, metric).values())) for config in configs}
+        ordered = sorted(configs, key=lambda config: means[config.label])
+        for place, config in enumerate(ordered):
+            trained = bool((config.summary.get("training") or {}).get("trained_parameters"))
+            color = COLORS[0] if trained else COLORS[1]
+            folds: dict[int, list[float]] = {}
+            for (fold, _), value in _by_run(config, metric).items():
+                folds.setdefault(fold, []).append(score.scale * value)
+            interval = confidence_interval(list(folds.values())) or (means[config.label],) * 2
+            axis.plot(interval, [place, place], color=color, linewidth=2)
+            axis.plot(means[config.label], place, "o" if trained else "s", color=color, markersize=4)
+        for reference, style in zip(references, ("-", "--", ":"), strict=False):
+            axis.axvline(means[reference], color="#999999", linestyle=style, linewidth=0.8, zorder=0)
+        axis.set_yticks(range(len(ordered)), [config.label for config in ordered], fontsize=7)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel(f"{score.label} (%)", fontsize=8)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.margins(y=0.02)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def rank_figure(tables: Mapping[str, Sequence[ConfigSummary]], metric: str) -> Figure:
+    """Mean ranks of at most ten rows that all tables have, over pairs of data set and run. Descriptive only."""
+    shared = [label for label in _labels(tables) if all(label in _labels({"": own}) for own in tables.values())]
+    blocks = []
+    for configs in tables.values():
+        runs = [_by_run(config, metric) for label in shared for config in configs if config.label == label]
+        blocks += [[-own[at] for own in runs] for at in sorted(set.intersection(*(set(own) for own in runs)))]
+    ranks = pd.DataFrame(blocks).rank(axis=1).mean().to_numpy()
+    best = np.argsort(ranks, kind="stable")[:_MOST_RANKED]
+    figure, axis = plt.subplots(figsize=(6.5, 0.7 + 0.24 * len(best)), layout="constrained")
+    for place, index in enumerate(best[::-1]):
+        axis.plot([1, ranks[index]], [place, place], color="#dddddd", linewidth=1, zorder=0)
+        axis.plot(ranks[index], place, "o", color=COLORS[0], markersize=5)
+        axis.annotate(f"{ranks[index]:.1f}", (ranks[index], place), (6, -3), textcoords="offset points", fontsize=7)
+    axis.set_yticks(range(len(best)), [shared[index] for index in best[::-1]], fontsize=8)
+    axis.set_xlabel(
+        f"mean rank by {score_named(metric).label} among {len(shared)} rows, {len(blocks)} runs", fontsize=8
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _labels(tables: Mapping[str, Sequence[ConfigSummary]]) -> list[str]:
+    return list(dict.fromkeys(config.label for configs in tables.values() for config in configs))
+
+
+def complete_rows(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
+    """Configs of which all runs are complete."""
+    return [config for config in configs if not config.summary["missing"]]

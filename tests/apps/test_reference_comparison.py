@@ -1,0 +1,89 @@
+"""Rows against references, from runs that the test writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dmlbench.apps.compare_configs import ConfigSummary
+from dmlbench.apps.reference_comparison import (
+    complete_rows,
+    conclusions,
+    differences_to,
+    rank_figure,
+    reference_table,
+    score_figure,
+)
+from dmlbench.results.collections import holm, paired_difference
+from dmlbench.results.store import RunInfo
+from dmlbench.types import ConfigError
+
+LABELS = np.repeat(np.arange(10), 4)
+AT = [(fold, repeat) for fold in range(4) for repeat in range(3)]
+
+
+def config(folder: Path, label: str, base: float, seed: int, missing: tuple[str, ...] = ()) -> ConfigSummary:
+    """A config of twelve runs whose scores of queries lie around ``base``."""
+    rng = np.random.default_rng(seed)
+    runs, raw = [], {}
+    for fold, repeat in AT:
+        path = folder / label / f"fold{fold}_rep{repeat}"
+        path.mkdir(parents=True)
+        scores = base + 0.01 * fold + 0.01 * rng.normal(size=len(LABELS))
+        pd.DataFrame({"id": range(len(LABELS)), "label": LABELS, "map_at_r": scores}).to_csv(path / "per_query.csv")
+        raw[path.name] = {"map_at_r": float(scores.mean())}
+        runs.append(RunInfo(path, "glyphs", "mlrc", label, fold, repeat))
+    summary = {"raw": raw, "missing": list(missing), "training": {"trained_parameters": seed}}
+    return ConfigSummary(folder / label, tuple(runs), summary, label)
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> list[ConfigSummary]:
+    return [
+        config(tmp_path, *given)
+        for given in (("base", 0.5, 0), ("same", 0.5, 1), ("better", 0.6, 2), ("worse", 0.4, 3))
+    ]
+
+
+def test_differences_are_paired_corrected_and_bootstrapped(configs) -> None:
+    found = differences_to("base", configs, "map_at_r")
+    assert [one.label for one in found] == ["same", "better", "worse"]
+    raw = [{at: c.summary["raw"][f"fold{at[0]}_rep{at[1]}"]["map_at_r"] for at in AT} for c in configs]
+    expected = [paired_difference(raw[0], other) for other in raw[1:]]
+    assert [one.paired for one in found] == expected
+    assert [one.p_value for one in found] == holm([pair.p_value for pair in expected])
+    for one in found:
+        assert one.classes[0] <= one.paired.difference <= one.classes[1]
+    assert [one.is_ahead for one in found] == [False, True, False]
+    assert [one.is_told_apart for one in found] == [False, True, True]
+
+
+def test_conclusions_name_what_is_alike_and_what_is_not_ahead(configs) -> None:
+    assert conclusions(configs, ["base", "better"], "map_at_r") == [
+        "MAP@R: cannot be told apart from base: same",
+        "MAP@R: not ahead of better: base, same, worse",
+    ]
+
+
+def test_the_table_has_a_row_for_each_config_and_its_csv_each_difference(configs) -> None:
+    table = reference_table("title", configs, ["base"], "map_at_r")
+    assert list(table.frame.index) == ["base", "same", "better", "worse"]
+    assert table.frame["− base"]["base"] == ""
+    assert table.frame["− base"]["better"].startswith("+9.98 [")
+    assert len(table.to_frame()) == 3
+
+
+def test_an_unknown_reference_is_an_error(configs) -> None:
+    with pytest.raises(ConfigError, match=r"'bsae' is no complete row; .*base"):
+        differences_to("bsae", configs, "map_at_r")
+
+
+def test_figures_rank_the_best_rows_first_and_leave_incomplete_ones_out(configs, tmp_path: Path) -> None:
+    partial = config(tmp_path, "partial", 0.9, 4, missing=("fold0_rep0",))
+    assert complete_rows([*configs, partial]) == configs
+    scores = score_figure({"glyphs": configs}, ["base"], "map_at_r").axes[0]
+    assert [tick.get_text() for tick in scores.get_yticklabels()][-1] == "better"
+    ranks = rank_figure({"glyphs": configs}, "map_at_r").axes[0]
+    assert [tick.get_text() for tick in ranks.get_yticklabels()][::-1][0] == "better"
+    assert ranks.texts[-1].get_text() == "1.0"
