@@ -10,7 +10,7 @@ from dmlbench.apps.compare_configs import ConfigSummary
 from dmlbench.apps.reference_comparison import (
     complete_rows,
     conclusions,
-    differences_to,
+    differences_of,
     rank_figure,
     reference_table,
     score_figure,
@@ -47,7 +47,7 @@ def configs(tmp_path: Path) -> list[ConfigSummary]:
 
 
 def test_differences_are_paired_corrected_and_bootstrapped(configs) -> None:
-    found = differences_to("base", configs, "map_at_r")
+    found = differences_of(configs, ["base"], ["map_at_r"])["map_at_r"]["base"]
     assert [one.label for one in found] == ["same", "better", "worse"]
     raw = [{at: c.summary["raw"][f"fold{at[0]}_rep{at[1]}"]["map_at_r"] for at in AT} for c in configs]
     expected = [paired_difference(raw[0], other) for other in raw[1:]]
@@ -60,14 +60,16 @@ def test_differences_are_paired_corrected_and_bootstrapped(configs) -> None:
 
 
 def test_conclusions_name_what_is_alike_and_what_is_not_ahead(configs) -> None:
-    assert conclusions(configs, ["base", "better"], "map_at_r") == [
+    found = differences_of(configs, ["base", "better"], ["map_at_r"])["map_at_r"]
+    assert conclusions(found, "map_at_r") == [
         "MAP@R: cannot be told apart from base: same",
         "MAP@R: not ahead of better: base, same, worse",
     ]
 
 
 def test_the_table_has_a_row_for_each_config_and_its_csv_each_difference(configs) -> None:
-    table = reference_table("title", configs, ["base"], "map_at_r")
+    found = differences_of(configs, ["base"], ["map_at_r"])["map_at_r"]
+    table = reference_table("title", configs, found, "map_at_r")
     assert list(table.frame.index) == ["base", "same", "better", "worse"]
     assert table.frame["− base"]["base"] == ""
     assert table.frame["− base"]["better"].startswith("+9.98 [")
@@ -75,8 +77,8 @@ def test_the_table_has_a_row_for_each_config_and_its_csv_each_difference(configs
 
 
 def test_an_unknown_reference_is_an_error(configs) -> None:
-    with pytest.raises(ConfigError, match=r"'bsae' is no complete row; .*base"):
-        differences_to("bsae", configs, "map_at_r")
+    with pytest.raises(ConfigError, match=r"'bsae' is no row; .*base"):
+        differences_of(configs, ["bsae"], ["map_at_r"])
 
 
 def test_figures_rank_the_best_rows_first_and_leave_incomplete_ones_out(configs, tmp_path: Path) -> None:

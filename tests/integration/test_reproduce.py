@@ -15,6 +15,8 @@ from forked import Process
 
 from dmlbench import papers
 from dmlbench.cli.main import main
+from dmlbench.config import read_config
+from dmlbench.external_files import load_yaml
 from dmlbench.results.store import RESULT, find_runs, locked, read_result
 from dmlbench.runtime import write_json
 
@@ -50,6 +52,25 @@ hydra:
   sweeper:
     params: {pooling: "gap,gmp", fold: "0,1"}
 """
+TUNED = """
+reproduce:
+  search: tuned
+  references: [Contrastive]
+  rows:
+    No training: fit=untrained head=pca head.out_features=8
+    Contrastive: recipe=tuned loss=contrastive
+    Triplet: recipe=tuned loss=triplet
+  datasets: {glyphs: dataset.table.num_classes=20 sampler.classes_per_batch=2}
+"""
+SEARCH = """
+# @package _global_
+name: tuned
+train: [experiment=tuned]
+space:
+  optim.lr: {low: 1.0e-4, high: 1.0e-2, log: true, when: {fit: short}}
+  loss.margin: {low: 0.1, high: 0.2, when: {loss: triplet}}
+trials: 2
+"""
 HALF = ("dataset=cub200", "rows=C2+GAP,C2+GMP")
 
 
@@ -60,6 +81,10 @@ def _prepared(folder: Path) -> Path:
     (experiments / "gsp" / "table2.yaml").write_text(TABLE + ROWS)
     (experiments / "gsp" / "figure3.yaml").write_text("reproduce: {needs: tokens}\n")
     (experiments / "mine.yaml").write_text(TABLE + GRID)
+    (experiments / "tuned.yaml").write_text(TABLE.replace("protocol: {num_folds: 2, num_repeats: 1}\n", "") + TUNED)
+    for group, content in (("search", SEARCH), ("recipe", "covers: []\n")):
+        (folder / "conf" / group).mkdir()
+        (folder / "conf" / group / "tuned.yaml").write_text(content)
     return folder
 
 
@@ -367,3 +392,43 @@ def _start(folder: Path) -> Process:
     return Process(
         ("reproduce", "gsp/table2", *HALF, "--config-dir", "conf"), folder=folder, environment=dict(os.environ)
     )
+
+
+@pytest.mark.slow
+def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Path, capsys) -> None:
+    out, _ = reproduce(capsys, "tuned", "tune=true", "--shard", "2/2")
+    assert "1 of 2 searches are left: glyphs-contrastive\n" in out
+    out, error = reproduce(capsys, "tuned", "tune=true")
+    assert "search 1 of 2: glyphs-contrastive" in error
+    assert "search 2 of 2" not in error
+    made = folder / "out" / "tuning" / "tuned" / "recipe" / "tuned.yaml"
+    assert f"written: {made.relative_to(folder)}" in out
+    recipe = load_yaml(made)
+    assert [entry["when"] for entry in recipe["settings"]] == [
+        {"dataset": "glyphs", "loss": "contrastive"}, {"dataset": "glyphs", "loss": "triplet"},
+    ]  # fmt: skip
+    trials = list(csv.DictReader((folder / "out" / "tuning" / "tuned" / "trials.csv").open()))
+    best = max((t for t in trials if t["search"] == "glyphs-triplet"), key=lambda trial: float(trial["score"]))
+    found = recipe["settings"][1]["set"]
+    assert best["values"] == f"optim.lr={found['optim.lr']} loss.margin={found['loss.margin']}"
+
+    _, error = reproduce(capsys, "tuned", "rows=Triplet", code=2)
+    assert "recipe=tuned has nothing for" in error or "tuned" in error
+    shutil.copy(made, folder / "conf" / "recipe" / "tuned.yaml")
+    out, _ = reproduce(capsys, "tuned")
+    assert "3 configs, 36 runs: 36 missing" in out
+    for metric in ("P@1", "MAP@R"):
+        assert f"glyphs, {metric}: cannot be told apart from Contrastive: " in out
+    config = read_config(find_runs("out", "glyphs/mlrc/*triplet*")[0].path / "config.yaml")
+    assert (config["optim"]["lr"], config["loss"]["margin"]) == (found["optim.lr"], found["loss.margin"])
+    tables = folder / "out" / "tables"
+    lines = list(csv.DictReader((tables / "tuned-glyphs-map_at_r-differences.csv").open()))
+    assert [line["row"] for line in lines] == ["No training", "Triplet"]
+    assert (tables / "tuned.png").exists()
+    assert (tables / "tuned-ranks.png").exists()
+    assert "| Contrastive |" in (tables / "tuned.md").read_text()
+
+
+def test_only_a_table_with_a_search_is_tuned(folder: Path, capsys) -> None:
+    _, error = reproduce(capsys, "mine", "tune=true", code=2)
+    assert "tune: got true, but mine names no search. Tune a config by dmlbench tune." in error

@@ -39,22 +39,55 @@ class Difference:
         return self.is_told_apart and self.paired.difference > 0
 
 
-def differences_to(reference: str, configs: Sequence[ConfigSummary], metric: str) -> list[Difference]:
-    """Every other config against the one whose label is ``reference``."""
-    labels = [config.label for config in configs]
-    if reference not in labels:
-        raise ConfigError(f"reproduce.references: '{reference}' is no complete row; {closest(reference, labels)}")
-    base = configs[labels.index(reference)]
+Differences = Mapping[str, Sequence[Difference]]
+"""By the label of the reference."""
+
+
+def differences_of(
+    configs: Sequence[ConfigSummary], references: Sequence[str], metrics: Sequence[str]
+) -> dict[str, Differences]:
+    """Every config against each reference, by metric.
+
+    Args:
+        references: labels of some of the configs.
+    """
+    by_label = {config.label: config for config in configs}
+    if unknown := [label for label in references if label not in by_label]:
+        raise ConfigError(f"reproduce.references: '{unknown[0]}' is no row; {closest(unknown[0], list(by_label))}")
+    scores, labels = _query_scores(configs, metrics)
+    found: dict[str, Differences] = {}
+    for metric in metrics:
+        found[metric] = {
+            reference: _to(by_label[reference], configs, metric, scores, labels) for reference in references
+        }
+    return found
+
+
+def _to(
+    base: ConfigSummary, configs: Sequence[ConfigSummary], metric: str, scores: Mapping[str, pd.DataFrame],
+    labels: NDArray[np.int64],
+) -> list[Difference]:  # fmt: skip
     others = [config for config in configs if config is not base]
     paired = [paired_difference(_by_run(base, metric), _by_run(other, metric)) for other in others]
     corrected = iter(holm([pair.p_value for pair in paired if pair.p_value is not None]))
-    p_values = [None if pair.p_value is None else next(corrected) for pair in paired]
-    of_base, classes = _per_query(base, metric)
-    intervals = [class_bootstrap(_per_query(other, metric)[0] - of_base, classes) for other in others]
-    return [
-        Difference(config.label, pair, p_value, interval)
-        for config, pair, p_value, interval in zip(others, paired, p_values, intervals, strict=True)
-    ]
+    differences = []
+    for config, pair in zip(others, paired, strict=True):
+        of_queries = (scores[config.label][metric] - scores[base.label][metric]).to_numpy()
+        known = np.isfinite(of_queries)
+        interval = class_bootstrap(of_queries[known], labels[known])
+        differences.append(Difference(config.label, pair, None if pair.p_value is None else next(corrected), interval))
+    return differences
+
+
+def _query_scores(
+    configs: Sequence[ConfigSummary], metrics: Sequence[str]
+) -> tuple[dict[str, pd.DataFrame], NDArray[np.int64]]:
+    """Scores of each config's queries, averaged over runs, by label; and the queries' classes [Q]."""
+    found: dict[str, pd.DataFrame] = {}
+    for config in configs:
+        frames = [pd.read_csv(run.path / "per_query.csv") for run in _summarized(config)]
+        found[config.label] = pd.concat([frame[list(metrics)] for frame in frames]).groupby(level=0).mean()
+    return found, frames[0]["label"].to_numpy()
 
 
 def _by_run(config: ConfigSummary, metric: str) -> dict[Coordinates, float]:
@@ -65,21 +98,13 @@ def _summarized(config: ConfigSummary) -> list[RunInfo]:
     return [run for run in config.runs if run.path.name in config.summary["raw"]]
 
 
-def _per_query(config: ConfigSummary, metric: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Scores [Q] of the queries that have one, averaged over runs, and their labels [Q]."""
-    frames = [pd.read_csv(run.path / "per_query.csv") for run in _summarized(config)]
-    scores = np.mean([frame[metric] for frame in frames], axis=0)
-    known = np.isfinite(scores)
-    return scores[known], frames[0]["label"].to_numpy()[known]
-
-
-def reference_table(title: str, configs: Sequence[ConfigSummary], references: Sequence[str], metric: str) -> Table:
+def reference_table(title: str, configs: Sequence[ConfigSummary], found: Differences, metric: str) -> Table:
     """A row for each config, with its differences from the references."""
     score = score_named(metric)
     columns: dict[str, list[str]] = {score.label: [_mean(config, score) for config in configs]}
-    for reference in references:
-        found = {one.label: one for one in differences_to(reference, configs, metric)}
-        own = [found.get(config.label) for config in configs]
+    for reference, differences in found.items():
+        by_label = {one.label: one for one in differences}
+        own = [by_label.get(config.label) for config in configs]
         columns[f"− {reference}"] = ["" if one is None else _interval(one, score) for one in own]
         columns[f"p, {reference}"] = ["" if one is None or one.p_value is None else f"{one.p_value:.2g}" for one in own]
         columns[f"classes, {reference}"] = ["" if one is None else _bounds(one.classes, score) for one in own]
@@ -92,11 +117,11 @@ def reference_table(title: str, configs: Sequence[ConfigSummary], references: Se
             "classes: 95 % intervals of the bootstrap over test classes, of scores averaged over runs; not corrected",
         ),
         align="l" + "r" * len(columns),
-        data=pd.DataFrame(_lines(configs, references, metric)),
+        data=pd.DataFrame(_lines(found, metric)),
     )
 
 
-def _lines(configs: Sequence[ConfigSummary], references: Sequence[str], metric: str) -> list[dict[str, object]]:
+def _lines(found: Differences, metric: str) -> list[dict[str, object]]:
     return [
         {
             "row": one.label, "reference": reference, "metric": metric, "difference": one.paired.difference,
@@ -104,7 +129,7 @@ def _lines(configs: Sequence[ConfigSummary], references: Sequence[str], metric: 
             "p_value": one.paired.p_value, "p_holm": one.p_value, "classes_low": one.classes[0],
             "classes_high": one.classes[1], "pairs": one.paired.n_pairs,
         }
-        for reference in references for one in differences_to(reference, configs, metric)
+        for reference, differences in found.items() for one in differences
     ]  # fmt: skip
 
 
@@ -122,16 +147,16 @@ def _bounds(interval: tuple[float, float], score: Score) -> str:
     return f"[{low:+.2f}, {high:+.2f}]"
 
 
-def conclusions(configs: Sequence[ConfigSummary], references: Sequence[str], metric: str) -> list[str]:
+def conclusions(found: Differences, metric: str) -> list[str]:
     """Sentences: which rows cannot be told apart from the first reference, which do not beat the others."""
     label = score_named(metric).label
-    first, *others = references
-    alike = [one.label for one in differences_to(first, configs, metric) if not one.is_told_apart]
-    found = [f"{label}: cannot be told apart from {first}: {', '.join(alike) or 'no row'}"]
-    for reference in others:
-        behind = [one.label for one in differences_to(reference, configs, metric) if not one.is_ahead]
-        found.append(f"{label}: not ahead of {reference}: {', '.join(behind) or 'no row'}")
-    return found
+    (first, of_first), *others = found.items()
+    alike = [one.label for one in of_first if not one.is_told_apart]
+    sentences = [f"{label}: cannot be told apart from {first}: {', '.join(alike) or 'no row'}"]
+    for reference, differences in others:
+        behind = [one.label for one in differences if not one.is_ahead]
+        sentences.append(f"{label}: not ahead of {reference}: {', '.join(behind) or 'no row'}")
+    return sentences
 
 
 def score_figure(tables: Mapping[str, Sequence[ConfigSummary]], references: Sequence[str], metric: str) -> Figure:

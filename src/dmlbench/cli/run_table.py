@@ -192,14 +192,14 @@ def _print_references(
     }  # fmt: skip
     if not whole:
         return
+    sentences = []
     for dataset, configs in whole.items():
-        for metric in args.metrics:
+        for metric, found in compared.differences_of(configs, references, args.metrics).items():
             title = f"{dataset}, {score_named(metric).label}: differences"
-            made = compared.reference_table(title, configs, references, metric)
+            made = compared.reference_table(title, configs, found, metric)
             made.publish(base.with_name(f"{base.name}-{dataset}-{metric}-differences"))
-    for dataset, configs in whole.items():
-        for sentence in (each for metric in args.metrics for each in compared.conclusions(configs, references, metric)):
-            print(f"{dataset}, {sentence}")
+            sentences += [f"{dataset}, {sentence}" for sentence in compared.conclusions(found, metric)]
+    print("\n".join(sentences))
     metric = args.metrics[-1]
     save_figure(compared.score_figure(whole, references, metric), base.with_suffix(".png"))
     save_figure(compared.rank_figure(whole, metric), base.with_name(f"{base.name}-ranks.png"))
