@@ -88,7 +88,7 @@ def size_of(kind: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, list[str | None]]:
-    """Columns of tables with frozen or tuned backbones: trained parameters, and gains over rows without training.
+    """Columns of tables with frozen or tuned backbones: trained parameters, seconds per run, gains over no training.
 
     The gain is the difference in MAP@R (else the first metric) of separated models to the best untrained pooling *by
     validation*: of its features themselves (``head=identity``), and whitened (``head=learned_whitening``) to the row's
@@ -128,6 +128,7 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
     return {
         **columns,
         "trained": [f"{own.get('trained_parameters', 0):,}" for own in training],
+        "s/run": [f"{s['wall_s'] / s['n_runs']:.0f}" if "wall_s" in s else None for s in summaries],
         f"{label} over frozen": gains("identity", False),
         "over whitened": gains("learned_whitening", True),
     }
