@@ -280,31 +280,31 @@ def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
                 assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, anchor
 
 
-README_ROWS = {
+FROZEN_ROWS = {
     "GAP": "gap", "GMP": "gmp", "GAP + GMP": "gap_gmp", "GeM": "gem", "GSP": "gsp", "GSP + ZSR": "gsp_zsr",
     "DeLF": "delf", "attention pooling": "attention_pool", "SimPool": "simpool",
 }  # fmt: skip
-README_HEADS = (
+FROZEN_HEADS = (
     "identity contrastive (untrained)",
     *(f"learned_whitening contrastive head.out_features={width} (untrained)" for width in (128, 1280)),
     *("linear contrastive", "linear proxy_anchor"),
 )
 
 
-def test_readme_has_the_numbers_of_the_published_table(repository) -> None:
+def test_the_table_of_frozen_backbones_has_the_published_numbers(repository) -> None:
     published = {}
     with (repository / "outputs/published/frozen_features/frozen_features.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             published[row["row"].replace(" fit.max_steps=3000", "").removesuffix(" head.init=glorot_uniform")] = row
     names = published["gap linear contrastive"]
     (column,) = (name.removesuffix(" P@1 mean") for name in names if re.match("separated.* P@1 mean", name))
-    text = (repository / "README.md").read_text(encoding="utf-8")
+    text = (repository / "docs/frozen.md").read_text(encoding="utf-8")
     table = text.split("## Poolings and heads on a frozen backbone")[1].split("\n## ")[0]
     _, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
-    assert [row[0] for row in rows] == list(README_ROWS)
+    assert [row[0] for row in rows] == list(FROZEN_ROWS)
     for label, *cells in rows:
-        for head, cell in zip(README_HEADS, cells, strict=True):
-            row = published.get(f"{README_ROWS[label]} {head}")
+        for head, cell in zip(FROZEN_HEADS, cells, strict=True):
+            row = published.get(f"{FROZEN_ROWS[label]} {head}")
             scores = row and " / ".join(f"{float(row[f'{column} {metric} mean']):.1f}" for metric in ("P@1", "MAP@R"))
             assert cell.strip("*") == (scores or "–"), (label, head)
 

@@ -396,6 +396,8 @@ def _start(folder: Path) -> Process:
 
 @pytest.mark.slow
 def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Path, capsys) -> None:
+    out, _ = reproduce(capsys, "tuned", "tune=true", "--dry-run")
+    assert "2 of 2 searches are left: glyphs-contrastive, glyphs-triplet\n" in out
     out, _ = reproduce(capsys, "tuned", "tune=true", "--shard", "2/2")
     assert "1 of 2 searches are left: glyphs-contrastive\n" in out
     out, error = reproduce(capsys, "tuned", "tune=true")

@@ -2,11 +2,16 @@
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
+from dmlbench.apps.experiment_rows import reproduce_of
 from dmlbench.cli.train import composed_run
 from dmlbench.cli.tune import make_search
+from dmlbench.components import component
 from dmlbench.config import arguments_of, composing, config_folder
+from dmlbench.external_files import load_yaml
 from dmlbench.runner import ComposedRun
+from dmlbench.tuning.best_trial import COVERED
 from dmlbench.tuning.search import _checked
 from dmlbench.types import ConfigError
 
@@ -39,6 +44,40 @@ def test_mlrc_musgrave_searches_each_loss_by_fifty_trials_of_four_folds(loss) ->
         parts = [composed_run(search.of_run({}, i)).protocol.held_out_part for i in range(4)]
     assert {d.key for d in search.space} == {f"loss.{key}" for key in LOSSES[loss]}
     assert (search.trials, search.pruner, parts) == (50, None, [0, 1, 2, 3])
+
+
+@pytest.mark.slow
+def test_the_reality_check_searches_the_learning_rates_of_every_loss_and_its_recipe_is_in_the_space() -> None:
+    reproduce = reproduce_of(config_folder() / "experiment" / "reality_check.yaml")
+    recipe = load_yaml(config_folder() / "recipe" / "reality_check.yaml")
+    found = {tuple(entry["when"].items()): entry["set"] for entry in recipe["settings"]}
+    with composing():
+        for label, row in reproduce["rows"].items():
+            if "recipe=reality_check" not in row:
+                continue
+            overrides = [
+                "dataset=cub200",
+                reproduce["datasets"]["cub200"],
+                *row.replace("recipe=reality_check", "").split(),
+            ]
+            search = searched("reality_check", *overrides)
+            _checked(search, composed)
+            keys = {dimension.key for dimension in search.space}
+            if "loss=" in row:
+                cfg = composed_run(search.of_run({}, 0))
+                OmegaConf.update(cfg, "runtime.num_classes", 3)
+                OmegaConf.update(cfg, "runtime.embedding_size", 128)
+                trains = any(True for _ in component(cfg.loss).parameters())
+                assert {"optim.lr"} | ({"optim.lr_multipliers.loss"} if trains else set()) < keys, label
+            options = dict(each.split("=") for each in overrides if each.split("=")[0] in COVERED)
+            values = found[tuple(options.items())]
+            assert values.keys() == keys, label
+            for dimension in search.space:
+                value = values[dimension.key]
+                allowed = value in dimension.choices or (
+                    dimension.low is not None and dimension.low <= value <= dimension.high
+                )
+                assert allowed, (label, dimension.key)
 
 
 @pytest.mark.slow

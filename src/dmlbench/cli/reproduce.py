@@ -77,7 +77,7 @@ def _reproduce(
     if args.tune:
         from dmlbench.cli.tune import tune_rows
 
-        tune_rows(table, args.paths, shard, config_dir)
+        tune_rows(table, args, shard, config_dir)
         return
     from dmlbench.cli.run_table import run_table  # torch comes with it, which a misspelt name need not wait for
 

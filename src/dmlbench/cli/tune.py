@@ -65,12 +65,13 @@ def _choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
     return dict(composed.hydra.runtime.choices)
 
 
-def tune_rows(table: "Table", paths: Any, shard: tuple[int, int], config_dir: Path | None) -> None:
+def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Path | None) -> None:
     """Conduct the searches of a table's rows that have the recipe of its ``search``; write that recipe at the end.
 
     Rows that share the options of ``COVERED`` share their values: the first one is searched.
 
     Args:
+        args: of ``dmlbench reproduce``.
         shard: i/n; this process conducts every n-th search.
     """
     from dmlbench.tuning.best_trial import COVERED, joint_recipe, ranked, spread_table
@@ -86,11 +87,11 @@ def tune_rows(table: "Table", paths: Any, shard: tuple[int, int], config_dir: Pa
         when = {key_of(each): each.partition("=")[2] for each in overrides if key_of(each) in COVERED}
         if (key := "-".join(when.values())) not in searches:
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
-            args = replace(arguments_of(without_hydra(command)), paths=paths)
-            searches[key], covered[key] = make_search(args, overrides, _choices), when
+            of_search = replace(arguments_of(without_hydra(command)), paths=args.paths)
+            searches[key], covered[key] = make_search(of_search, overrides, _choices), when
     number, count = shard
     for i, (key, search) in enumerate(searches.items()):
-        if i % count == number - 1 and not is_done(search):
+        if not args.dry_run and i % count == number - 1 and not is_done(search):
             log.info("search %d of %d: %s", i + 1, len(searches), key)
             _conduct(search, config_dir)
     if left := [key for key, search in searches.items() if not is_done(search)]:
@@ -105,7 +106,7 @@ def tune_rows(table: "Table", paths: Any, shard: tuple[int, int], config_dir: Pa
         raise RunError(f"{', '.join(failed)}: no trial is complete.")
     of_runs = {key: search.of_run(best[key].values, 0) for key, search in searches.items()}
     parts = [(covered[key], _choices(of_runs[key]), best[key]) for key in searches]
-    folder = Path(paths.output_dir) / "tuning" / name
+    folder = Path(args.paths.output_dir) / "tuning" / name
     spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(folder / "trials")
     path = folder / "recipe" / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
