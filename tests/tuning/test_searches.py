@@ -73,10 +73,8 @@ def test_the_reality_check_searches_the_learning_rates_of_every_loss_and_its_rec
             values = found[tuple(options.items())]
             assert values.keys() == keys, label
             for dimension in search.space:
-                value = values[dimension.key]
-                allowed = value in dimension.choices or (
-                    dimension.low is not None and dimension.low <= value <= dimension.high
-                )
+                value, low, high = values[dimension.key], dimension.low, dimension.high
+                allowed = value in dimension.choices if low is None else low <= value <= high
                 assert allowed, (label, dimension.key)
 
 
