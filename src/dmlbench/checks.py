@@ -60,6 +60,10 @@ def check_values(cfg: DictConfig) -> None:
     for part in ("train", "eval"):
         if not container["transform"].get(part):
             raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
+    if cfg.runtime.get("choices", {}).get("fit") == "untrained" and cfg.fit.max_steps:
+        raise ConfigError(
+            f"fit.max_steps: got {cfg.fit.max_steps}, expected 0 with fit=untrained. Leave it out of the experiment."
+        )
     check_file_name(cfg.dataset.name, "dataset.name")
     if cfg.tuning is not None and cfg.feature_cache is not None:
         raise ConfigError(
