@@ -89,3 +89,10 @@ def test_figures_rank_the_best_rows_first_and_leave_incomplete_ones_out(configs,
     ranks = rank_figure({"glyphs": configs}, "map_at_r").axes[0]
     assert [tick.get_text() for tick in ranks.get_yticklabels()][::-1][0] == "better"
     assert ranks.texts[-1].get_text() == "1.0"
+
+
+def test_rows_that_no_seed_changes_have_no_p_value_and_are_told_apart_by_classes(tmp_path: Path) -> None:
+    fixed = [config(tmp_path, label, base, 5) for label, base in (("one", 0.5), ("other", 0.6))]
+    (found,) = differences_of(fixed, ["one"], ["map_at_r"])["map_at_r"]["one"]
+    assert found.paired.difference == pytest.approx(0.1)
+    assert (found.p_value, found.is_told_apart, found.is_ahead) == (None, True, True)

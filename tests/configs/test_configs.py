@@ -363,6 +363,6 @@ def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> No
 
 def test_a_row_without_training_is_not_trained_by_an_experiments_length() -> None:
     cfg = compose("train", ["fit=untrained", "fit.max_steps=3"])
-    OmegaConf.update(cfg, "runtime.choices.fit", "untrained")
+    OmegaConf.update(cfg, "runtime.choices.fit", "untrained", force_add=True)
     with pytest.raises(ConfigError, match=r"fit.max_steps: got 3, expected 0 with fit=untrained"):
         check(cfg)

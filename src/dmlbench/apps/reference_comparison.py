@@ -19,6 +19,7 @@ from dmlbench.types import ConfigError, closest
 
 _LEVEL = 0.05
 _MOST_RANKED = 10
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Difference:
 
     label: str
     paired: PairedDifference
-    p_value: float | None  # after Holm, over the rows compared with this reference
+    p_value: float | None  # after Holm, over the rows compared with this reference; None if no seed changes the scores
     classes: tuple[float, float]  # 95 % interval by the bootstrap over test classes
 
     @property
     def is_told_apart(self) -> bool:
-        return self.p_value is not None and self.p_value < _LEVEL
+        """By the p-value; without one by the bootstrap over classes."""
+        low, high = self.classes
+        return low * high > 0 if self.p_value is None else self.p_value < _LEVEL
 
     @property
     def is_ahead(self) -> bool:
@@ -69,13 +72,14 @@ def _to(
 ) -> list[Difference]:  # fmt: skip
     others = [config for config in configs if config is not base]
     paired = [paired_difference(_by_run(base, metric), _by_run(other, metric)) for other in others]
-    corrected = iter(holm([pair.p_value for pair in paired if pair.p_value is not None]))
+    p_values = [pair.p_value if pair.interval and np.ptp(pair.interval) > _ROUNDING else None for pair in paired]
+    corrected = iter(holm([p_value for p_value in p_values if p_value is not None]))
     differences = []
-    for config, pair in zip(others, paired, strict=True):
+    for config, pair, p_value in zip(others, paired, p_values, strict=True):
         of_queries = (scores[config.label][metric] - scores[base.label][metric]).to_numpy()
         known = np.isfinite(of_queries)
         interval = class_bootstrap(of_queries[known], labels[known])
-        differences.append(Difference(config.label, pair, None if pair.p_value is None else next(corrected), interval))
+        differences.append(Difference(config.label, pair, None if p_value is None else next(corrected), interval))
     return differences
 
 
@@ -113,7 +117,7 @@ def reference_table(title: str, configs: Sequence[ConfigSummary], found: Differe
         pd.DataFrame(columns, index=pd.Index([config.label for config in configs], name="row"), dtype=object),
         notes=(
             "points, with 95 % t intervals over pairs of runs with the same fold, repeat and seed",
-            f"p: two-sided, after Holm's correction over the {len(configs) - 1} rows compared with a reference",
+            "p: two-sided, after Holm's correction over the rows of a column; none where no seed changes either row",
             "classes: 95 % intervals of the bootstrap over test classes, of scores averaged over runs; not corrected",
         ),
         align="l" + "r" * len(columns),
