@@ -57,7 +57,7 @@ reproduce:
   search: tuned
   references: [Contrastive]
   rows:
-    No training: fit=untrained head=pca head.out_features=8
+    No training: fit=untrained fit.max_steps=0 head=pca head.out_features=8
     Contrastive: recipe=tuned loss=contrastive
     Triplet: recipe=tuned loss=triplet
   datasets: {glyphs: dataset.table.num_classes=20 sampler.classes_per_batch=2}

@@ -57,7 +57,6 @@ def test_the_reality_check_searches_the_learning_rates_of_every_loss_and_its_rec
                 continue
             overrides = [
                 "dataset=cub200",
-                reproduce["datasets"]["cub200"],
                 *row.replace("recipe=reality_check", "").split(),
             ]
             search = searched("reality_check", *overrides)
