@@ -75,7 +75,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
         shard: i/n; this process conducts every n-th search.
     """
     from dmlbench.tuning.best_trial import COVERED, joint_recipe, ranked, spread_table
-    from dmlbench.tuning.search import is_done, reporting
+    from dmlbench.tuning.search import ended
 
     name = table.reproduce.get("search")
     if name is None:
@@ -91,16 +91,13 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
             searches[key], covered[key] = make_search(of_search, overrides, _choices), when
     number, count = shard
     for i, (key, search) in enumerate(searches.items()):
-        if not args.dry_run and i % count == number - 1 and not is_done(search):
+        if not args.dry_run and i % count == number - 1 and ended(search) is None:
             log.info("search %d of %d: %s", i + 1, len(searches), key)
             _conduct(search, config_dir)
-    if left := [key for key, search in searches.items() if not is_done(search)]:
+    outcomes = {key: found for key, search in searches.items() if (found := ended(search)) is not None}
+    if left := [key for key in searches if key not in outcomes]:
         print(f"{len(left)} of {len(searches)} searches are left: {', '.join(left)}")
         return
-    outcomes = {}
-    for key, search in searches.items():
-        with reporting(search) as outcomes[key]:
-            pass
     best = {key: ranked(found)[0] for key, found in outcomes.items()}
     if failed := [key for key, trial in best.items() if trial.state != "complete"]:
         raise RunError(f"{', '.join(failed)}: no trial is complete.")

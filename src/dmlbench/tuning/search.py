@@ -280,12 +280,13 @@ def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which:
             time.sleep(_WAIT_S)
 
 
-def is_done(search: Search) -> bool:
-    """Whether all trials of a search have ended."""
+def ended(search: Search) -> list[Outcome] | None:
+    """The outcomes of a search whose trials have all ended, else None."""
     if not (search.folder / STORAGE).is_file():
-        return False
+        return None
     with reporting(search) as found:
-        return len(found) >= search.trials and all(outcome.state != "running" for outcome in found)
+        is_done = len(found) >= search.trials and all(outcome.state != "running" for outcome in found)
+        return found if is_done else None
 
 
 @contextlib.contextmanager
