@@ -164,6 +164,12 @@ def _option(folders: Folders, group: str, option: str) -> Path:
     raise ConfigError(f"a recipe names {group}={option}, which is unknown; there is no {group}/{option}.yaml")
 
 
+def recipe_of(folders: Folders, name: str) -> Recipe:
+    """The recipe of the first folder that has it; an empty one if no folder has."""
+    path = next((path for folder in folders if (path := folder / _FOLDER / f"{name}.yaml").is_file()), None)
+    return Recipe() if path is None else read(path, Recipe, ConfigError)
+
+
 @functools.cache
 def _recipe(path: Path, changed: int) -> Recipe:
     return read(path, Recipe, ConfigError)
@@ -175,10 +181,11 @@ def applies(when: Mapping[Any, Any], chosen: Mapping[str, str | None]) -> bool:
 
 
 def _mismatches(when: Mapping[Any, Any], chosen: Mapping[str, str | None]) -> list[Any]:
-    return [group for group, wanted in when.items() if chosen[group] not in _listed(wanted)]
+    return [group for group, wanted in when.items() if chosen[group] not in options_of(wanted)]
 
 
-def _listed(options: Any) -> list[Any]:
+def options_of(options: Any) -> list[Any]:
+    """What a condition names for a group, as a list."""
     return options if isinstance(options, list) else [options]
 
 
@@ -224,7 +231,7 @@ def _refusal(name: str, recipe: Recipe, chosen: Mapping[str, str | None]) -> str
     near = next(block for block in recipe.covers if _mismatches(block, chosen) == missing)
     asked = " ".join(f"{group}={chosen[group] or 'null'}" for group in missing)
     others = "; ".join(
-        f"{group}={'|'.join('null' if o is None else o for o in _listed(near[group]))}" for group in missing
+        f"{group}={'|'.join('null' if o is None else o for o in options_of(near[group]))}" for group in missing
     )
     given = " ".join(f"{group}={chosen[group]}" for group in near if group not in missing and chosen[group])
     return f"recipe={name} has nothing for {asked}; with {given} it has {others} (recipe=none leaves it out)"

@@ -82,9 +82,8 @@ def _prepared(folder: Path) -> Path:
     (experiments / "gsp" / "figure3.yaml").write_text("reproduce: {needs: tokens}\n")
     (experiments / "mine.yaml").write_text(TABLE + GRID)
     (experiments / "tuned.yaml").write_text(TABLE.replace("protocol: {num_folds: 2, num_repeats: 1}\n", "") + TUNED)
-    for group, content in (("search", SEARCH), ("recipe", "covers: []\n")):
-        (folder / "conf" / group).mkdir()
-        (folder / "conf" / group / "tuned.yaml").write_text(content)
+    (folder / "conf" / "search").mkdir()
+    (folder / "conf" / "search" / "tuned.yaml").write_text(SEARCH)
     return folder
 
 
@@ -388,35 +387,41 @@ def test_launchers_with_processes_of_their_own_run_the_rows(folder: Path, capsys
     assert [run.state for run in find_runs("out")] == ["done"] * 4
 
 
-def _start(folder: Path) -> Process:
-    return Process(
-        ("reproduce", "gsp/table2", *HALF, "--config-dir", "conf"), folder=folder, environment=dict(os.environ)
-    )
+def _start(folder: Path, *arguments: str) -> Process:
+    given = arguments or ("gsp/table2", *HALF)
+    return Process(("reproduce", *given, "--config-dir", "conf"), folder=folder, environment=dict(os.environ))
 
 
 @pytest.mark.slow
 def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Path, capsys) -> None:
     out, _ = reproduce(capsys, "tuned", "tune=true", "--dry-run")
     assert "2 of 2 searches are left: glyphs-contrastive, glyphs-triplet\n" in out
-    out, _ = reproduce(capsys, "tuned", "tune=true", "--shard", "2/2")
-    assert "1 of 2 searches are left: glyphs-contrastive\n" in out
-    out, error = reproduce(capsys, "tuned", "tune=true")
+    made = folder / "conf" / "recipe" / "tuned.yaml"
+    made.parent.mkdir()
+    made.write_text("covers: []\n")
+    _, error = reproduce(capsys, "tuned", "tune=true", code=2)
+    assert "conf/recipe/tuned.yaml: got a recipe written by hand, which tune=true would replace. Rename it." in error
+    made.write_text(
+        "# Written by `dmlbench reproduce`.\nsettings: [{when: {dataset: cub200}, set: {}, source: kept}]\n"
+    )
+    second = _start(folder, "tuned", "tune=true", "--shard", "2/2")
+    out, error = reproduce(capsys, "tuned", "tune=true", "--shard", "1/2")
+    assert second.wait(timeout=240)[0] == 0
     assert "search 1 of 2: glyphs-contrastive" in error
     assert "search 2 of 2" not in error
-    made = folder / "out" / "tuning" / "tuned" / "recipe" / "tuned.yaml"
-    assert f"written: {made.relative_to(folder)}" in out
+    assert "written: conf/recipe/tuned.yaml" in out
+    assert "3 configs, 36 runs: " in out
     recipe = load_yaml(made)
     assert [entry["when"] for entry in recipe["settings"]] == [
-        {"dataset": "glyphs", "loss": "contrastive"}, {"dataset": "glyphs", "loss": "triplet"},
+        {"dataset": "cub200"}, {"dataset": "glyphs", "loss": "contrastive"}, {"dataset": "glyphs", "loss": "triplet"},
     ]  # fmt: skip
     trials = list(csv.DictReader((folder / "out" / "tuning" / "tuned" / "trials.csv").open()))
     best = max((t for t in trials if t["search"] == "glyphs-triplet"), key=lambda trial: float(trial["score"]))
-    found = recipe["settings"][1]["set"]
+    found = recipe["settings"][2]["set"]
     assert best["values"] == f"optim.lr={found['optim.lr']} loss.margin={found['loss.margin']}"
 
-    shutil.copy(made, folder / "conf" / "recipe" / "tuned.yaml")
     out, _ = reproduce(capsys, "tuned")
-    assert "3 configs, 36 runs: 36 missing" in out
+    assert "3 configs, 36 runs: 36 done" in out
     for metric in ("P@1", "MAP@R"):
         assert f"glyphs, {metric}: cannot be told apart from Contrastive: " in out
     config = read_config(find_runs("out", "glyphs/mlrc/*triplet*")[0].path / "config.yaml")

@@ -18,7 +18,7 @@ from dmlbench.apps.experiment_rows import COORDINATES, NARROWING, Row, experimen
 from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.errors import groups
 from dmlbench.cli.hydra_command import composed_command, run_command
-from dmlbench.config import config_folders, key_of, schema_of
+from dmlbench.config import composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 
@@ -74,14 +74,17 @@ def _reproduce(
         run_commands(name, reproduce, args, given, config_dir)
         return
     table = select_table(args, name, folders, given)
+    from dmlbench.cli.run_table import run_table  # torch comes with it, which a misspelt name need not wait for
+
     if args.tune:
         from dmlbench.cli.tune import tune_rows
 
-        tune_rows(table, args, shard, config_dir)
-        return
-    from dmlbench.cli.run_table import run_table  # torch comes with it, which a misspelt name need not wait for
-
-    run_table(args, table, shard, given, launching, config_dir)
+        if (tuned := tune_rows(table, args, shard, config_dir)) is None:
+            return
+        with composing(tuned):  # now with the recipe
+            run_table(args, table, shard, given, launching, tuned)
+    else:
+        run_table(args, table, shard, given, launching, config_dir)
 
 
 def _print_list(folders: Sequence[Path]) -> None:

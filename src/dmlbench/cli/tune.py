@@ -1,6 +1,7 @@
 """``dmlbench tune``: search hyper-parameters under ``protocol=hpo``, and write the best as a recipe."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.hydra_command import composed_command, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run
-from dmlbench.config import arguments_of, composing, key_of, schema_of, without_hydra
+from dmlbench.config import arguments_of, composing, config_folders, key_of, schema_of, without_hydra
+from dmlbench.recipes import recipe_of
 from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError, RunError, check_file_name
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_WAIT_S = 5.0
 _OWN = (*schema_of("tune").__dataclass_fields__, "search")
 
 
@@ -65,50 +68,72 @@ def _choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
     return dict(composed.hydra.runtime.choices)
 
 
-def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Path | None) -> None:
+def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Path | None) -> Path | None:
     """Conduct the searches of a table's rows that have the recipe of its ``search``; write that recipe at the end.
 
-    Rows that share the options of ``COVERED`` share their values: the first one is searched.
+    Rows that share the options of ``COVERED`` share their values: the first one is searched. Entries of an existing
+    recipe for other options are kept. Waits for the searches of other shards.
 
     Args:
         args: of ``dmlbench reproduce``.
         shard: i/n; this process conducts every n-th search.
+
+    Returns:
+        The config folder that has the recipe, or None with ``dry_run``.
     """
-    from dmlbench.tuning.best_trial import COVERED, joint_recipe, ranked, spread_table
+    from dmlbench.tuning.best_trial import ROWS, WRITTEN, joint_recipe, ranked, spread_table
     from dmlbench.tuning.search import ended
 
     name = table.reproduce.get("search")
     if name is None:
         raise ConfigError(f"tune: got true, but {table.name} names no search. Tune a config by dmlbench tune.")
+    folder = config_dir or Path(args.paths.output_dir) / "tuning" / name
+    path = folder / "recipe" / f"{name}.yaml"
+    if path.is_file() and WRITTEN not in path.read_text(encoding="utf-8"):
+        raise ConfigError(f"{path}: got a recipe written by hand, which tune=true would replace. Rename it.")
+    known = recipe_of(config_folders(folder), name)
     searches: dict[str, Search] = {}
     covered: dict[str, dict[str, str]] = {}
     for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
         overrides = [each for each in row.overrides if key_of(each) not in ("recipe", "experiment")]
-        when = {key_of(each): each.partition("=")[2] for each in overrides if key_of(each) in COVERED}
+        when = {key_of(each): each.partition("=")[2] for each in overrides if key_of(each) in ROWS}
         if (key := "-".join(when.values())) not in searches:
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
             of_search = replace(arguments_of(without_hydra(command)), paths=args.paths)
             searches[key], covered[key] = make_search(of_search, overrides, _choices), when
+    if args.dry_run:
+        left = [key for key in searches if ended(searches[key]) is None]
+        print(f"{len(left)} of {len(searches)} searches are left: {', '.join(left)}")
+        return None
     number, count = shard
     for i, (key, search) in enumerate(searches.items()):
-        if not args.dry_run and i % count == number - 1 and ended(search) is None:
+        if i % count == number - 1 and ended(search) is None:
             log.info("search %d of %d: %s", i + 1, len(searches), key)
-            _conduct(search, config_dir)
-    outcomes = {key: found for key, search in searches.items() if (found := ended(search)) is not None}
-    if left := [key for key in searches if key not in outcomes]:
-        print(f"{len(left)} of {len(searches)} searches are left: {', '.join(left)}")
-        return
+            _conduct(search, None)
+    outcomes = {key: _end_of(key, search) for key, search in searches.items()}
     best = {key: ranked(found)[0] for key, found in outcomes.items()}
     if failed := [key for key, trial in best.items() if trial.state != "complete"]:
         raise RunError(f"{', '.join(failed)}: no trial is complete.")
     of_runs = {key: search.of_run(best[key].values, 0) for key, search in searches.items()}
     parts = [(covered[key], _choices(of_runs[key]), best[key]) for key in searches]
-    folder = Path(args.paths.output_dir) / "tuning" / name
-    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(folder / "trials")
-    path = folder / "recipe" / f"{name}.yaml"
+    tables = Path(args.paths.output_dir) / "tuning" / name
+    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(tables / "trials")
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts).encode())
-    print(f"written: {path}\nto use it: dmlbench reproduce {table.name} --config-dir {quote(str(folder))}")
+    atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts, known).encode())
+    print(f"written: {path}")
+    return folder
+
+
+def _end_of(key: str, search: "Search") -> "list[Outcome]":
+    """The outcomes of a search, once the process that conducts it has ended it."""
+    from dmlbench.tuning.search import ended
+
+    if (found := ended(search)) is None:
+        log.info("waiting for the search %s of another shard; start that shard if it does not run", key)
+    while found is None:
+        time.sleep(_WAIT_S)
+        found = ended(search)
+    return found
 
 
 def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | None) -> None:

@@ -8,6 +8,7 @@ import pandas as pd
 import yaml
 
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
+from dmlbench.recipes import Recipe, options_of
 from dmlbench.results.table import Table
 from dmlbench.runner import ComposedRun
 from dmlbench.tuning.search import Compose, Outcome, Search
@@ -15,6 +16,10 @@ from dmlbench.tuning.space import Value
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
 """Groups whose options the recipe is for."""
+ROWS = (*COVERED, "regularizer")
+"""Groups whose options tell the searches of a table's rows apart."""
+WRITTEN = "# Written by `dmlbench reproduce"
+"""Begins the line of a joint recipe that names its command."""
 _LEFT = ("protocol", "evaluation", "logger", "paths", "experiment", "recipe", "hydra")
 """Groups that a recipe does not set."""
 
@@ -142,16 +147,27 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
 
 
 def joint_recipe(
-    name: str, trials: int, parts: Sequence[tuple[Mapping[str, str], Mapping[str, str | None], Outcome]]
+    name: str,
+    trials: int,
+    parts: Sequence[tuple[Mapping[str, str], Mapping[str, str | None], Outcome]],
+    known: Recipe,
 ) -> str:
     """One recipe of the best trials of several searches.
 
     Args:
         trials: of each search.
         parts: per search the options that its entry applies to, the options of its runs, and its best trial.
+        known: a recipe whose entries for other options are kept.
     """
-    blocks: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    entries = []
+    blocks = {
+        (str(block["backbone"]), str(block["pooling"]), str(block["head"])): {
+            group: [str(option) for option in options_of(block[group])] for group in ("dataset", "loss")
+        }
+        for block in known.covers
+    }
+    entries: dict[str, dict[str, Any]] = {
+        str(entry.when): entry.model_dump(include={"when", "set", "source"}) for entry in known.settings
+    }
     for when, chosen, best in parts:
         block = blocks.setdefault((str(chosen["backbone"]), str(chosen["pooling"]), str(chosen["head"])), {})
         for group in ("dataset", "loss"):
@@ -159,7 +175,7 @@ def joint_recipe(
             if (option := str(chosen[group])) not in block[group]:
                 block[group].append(option)
         source = f"the best of {trials} trials, validation score {100 * (best.score or 0.0):.2f}"
-        entries.append({"when": dict(when), "set": dict(best.values), "source": source})
+        entries[str(dict(when))] = {"when": dict(when), "set": dict(best.values), "source": source}
     covers = [
         {"dataset": block["dataset"], "protocol": ["mlrc", "hpo"], "backbone": backbone, "pooling": pooling,
          "head": head, "loss": block["loss"]}
@@ -167,9 +183,9 @@ def joint_recipe(
     ]  # fmt: skip
     head = (
         f"# The best trials of the searches of conf/search/{name}.yaml, by validation under protocol=hpo.\n"
-        f"# Written by `dmlbench reproduce {name} tune=true`.\n"
+        f"{WRITTEN} {name} tune=true`.\n"
     )
-    content = {"covers": covers, "settings": entries}
+    content = {"covers": covers, "settings": list(entries.values())}
     return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
 
 
