@@ -28,7 +28,7 @@ from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
 from dmlbench.training.stage_plan import Plan
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, Split
+from dmlbench.types import EmbeddingSet, ImageTable, IntArray, RetrievalSet, Split
 
 Images = ImageSource | torch.Tensor
 
@@ -137,14 +137,8 @@ class Setup:
         model.eval()
         for batch in self.batches(self.data.split.train):
             with autocast(self.device, self.settings.precision):
-                rows = model.pooled_features(batch.images.to(self.device), exactly=False)
-            if rows is None:
-                raise ConfigError(
-                    f"head.init={model.projection.closed_form} needs pooled features, but "
-                    f"{type(model.pooling).__name__} projects before it pools. Choose another pooling, such as gap."
-                )
-            labels = torch.from_numpy(self.data.class_index)[batch.labels]
-            moments.add(model.projection.normalized(rows.to(model.projection.weight.dtype)), labels)
+                rows = model.projection_inputs(batch.images.to(self.device))
+            moments.add(rows, torch.from_numpy(self.data.class_index)[batch.labels])
         model.projection.fit(moments)
 
 

@@ -156,8 +156,9 @@ def test_the_loaded_model_embeds_images_to_the_stored_vectors(tmp_path: Path, ch
     torch.testing.assert_close(rows, embeddings.rows, rtol=1e-5, atol=1e-5)
 
 
-def test_a_closed_form_head_goes_with_a_pooling_that_adds_to_the_projection(tmp_path: Path) -> None:
-    choices = ["pooling=tsmk", "head=pca", "fit=untrained", "fit.keep=none"]
+@pytest.mark.parametrize("pooling", ["tsmk", "gsp_small"])  # which add to the projection, or project before they pool
+def test_a_closed_form_head_goes_with_every_order_of_pooling_and_projection(tmp_path: Path, pooling: str) -> None:
+    choices = [f"pooling={pooling}", "head=pca", "fit=untrained", "fit.keep=none"]
     cfg = compose("train", [*SMALL, *choices, HEAD, "fit.max_steps=0", f"paths.output_dir={tmp_path}"])
     assert read_result(run(cfg))["stop_reason"] == "untrained"
 

@@ -434,6 +434,13 @@ def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Pat
     assert "| Contrastive |" in (tables / "tuned.md").read_text()
 
 
+def test_references_are_rows(folder: Path, capsys) -> None:
+    path = folder / "conf" / "experiment" / "tuned.yaml"
+    path.write_text(path.read_text().replace("[Contrastive]", "[Contrastve]"))
+    _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
+    assert "references: got Contrastve, expected rows; did you mean 'Contrastive'?" in error
+
+
 def test_only_a_table_with_a_search_is_tuned(folder: Path, capsys) -> None:
     _, error = reproduce(capsys, "mine", "tune=true", code=2)
     assert "tune: got true, but mine names no search. Tune a config by dmlbench tune." in error

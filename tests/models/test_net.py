@@ -114,3 +114,12 @@ def test_a_projection_starts_as_its_init_says(init: str, weight: float, bias: fl
     assert projection.weight.square().mean().item() == pytest.approx(weight**2 / 3, rel=1e-2)  # uniform
     with pytest.raises(ConfigError, match="init 'glorot' is unknown"):
         Projection(2, 2, init="glorot")
+
+
+@torch.no_grad()
+def test_inputs_of_the_projection_are_averaged_where_it_projects_pixels() -> None:
+    for pooling in (Gap(), Gsp(6, 4)):
+        model = PooledModel(ResNet20(), pooling, Projection(64, 6, init="pca")).eval()
+        pixels = model.last_map(images(3)).flatten(2).transpose(1, 2)
+        pooled = F.normalize(pixels.mean(1)) if isinstance(pooling, Gap) else F.normalize(pixels, dim=2).mean(1)
+        torch.testing.assert_close(model.projection_inputs(images(3)), pooled)

@@ -122,7 +122,12 @@ def reproduce_of(path: Path | None) -> dict[str, Any]:
         validated(content, _Experiment)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}.") from error
-    return content.get("reproduce") or {}
+    reproduce: dict[str, Any] = content.get("reproduce") or {}
+    rows = list(reproduce.get("rows") or {})
+    for reference in reproduce.get("references") or ():
+        if reference not in rows:
+            raise ConfigError(f"{path}: references: got {reference}, expected rows; {closest(reference, rows)}")
+    return reproduce
 
 
 def check_reproduce(reproduce: Any, where: str) -> None:

@@ -182,7 +182,7 @@ def _print_table(
 def _print_references(
     args: Any, grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], references: Sequence[str], base: Path
 ) -> None:
-    """Print and write the complete rows' differences from reference rows; a table without these has none."""
+    """Print and write the differences of complete rows from complete reference rows."""
     from dmlbench.apps import reference_comparison as compared
 
     complete = {dataset: compared.complete_rows(configs) for (dataset, _), configs in grouped.items()}
@@ -190,6 +190,8 @@ def _print_references(
         dataset: configs for dataset, configs in complete.items()
         if len(configs) > 2 and set(references) <= {config.label for config in configs}
     }  # fmt: skip
+    for dataset in complete.keys() - whole.keys():
+        print(f"{dataset}: differences need all runs of {', '.join(references)}, and of one more row")
     if not whole:
         return
     sentences = []

@@ -147,6 +147,14 @@ class PooledModel(MetricModel):
         pools_first = len(calls) == 1 and calls[0][0].ndim == 2
         return calls[0][0] if pools_first and (calls[0][1] is embedding or not exactly) else None
 
+    def projection_inputs(self, images: Tensor) -> Tensor:
+        """What the projection's weight multiplies, [B, C]; the average over pixels if it projects before it pools."""
+        rows = self.pooled_features(images, exactly=False)
+        if rows is None:
+            rows = self.last_map(images).flatten(2).transpose(1, 2)  # [B, pixels, C]
+        rows = self.projection.normalized(rows.to(self.projection.weight.dtype))
+        return rows if rows.ndim == 2 else rows.mean(dim=1)
+
     def storable_features(self, images: Tensor) -> Tensor:
         """``pooled_features`` of a pooling without parameters or state.
 
