@@ -1,11 +1,8 @@
-"""A training loop of pytorch-metric-learning, as other code has one, whose embeddings `dmlbench import` takes.
+"""Train with pytorch-metric-learning on the folds of dmlbench, and save test embeddings for `dmlbench import`.
 
-    python docs/pml_loop.py runs          # twelve files, runs/fold<f>_rep<r>.npz: a minute or two on a CPU
-    dmlbench submit check runs $DATA      # a submission, by the description that it writes beside them
-    dmlbench import name=pml_loop embeddings='runs/fold{fold}_rep{repeat}.npz' $DATA selected='last step'
+    python pml_loop.py runs  # runs/fold<f>_rep<r>.npz and submission.yaml
 
-Of dmlbench it uses the data set and the folds alone. DATA, the letters of `experiment=demo`:
-dataset=glyphs_collage dataset.table.num_classes=60 dataset.table.images_per_class=40 dataset.table.image_size=48
+Data set: glyphs_collage with num_classes=60, images_per_class=40 and image_size=48.
 """
 
 import sys

@@ -4,7 +4,6 @@ import copy
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
 from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
 from dmlbench.models.projection import Head
-from dmlbench.runtime import autocast, derive_seed, seed_everything
+from dmlbench.runtime import autocast, derive_seed, seed_everything, shows_progress
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
@@ -97,7 +96,7 @@ def image_opener(
         if cfg.image_cache and table.pixels is None and (short_side is not None or works_on == "batch"):
             source = cached_images(
                 table, cfg.paths.cache_dir, short_side=short_side, kernel=kernel,
-                progress=sys.stderr.isatty(), check=check,
+                progress=shows_progress(), check=check,
             )  # fmt: skip
         return pixel_tensor(table, source, device) if works_on == "batch" else source
 
@@ -125,7 +124,7 @@ def embedded(
         table, rows, images=image_opener(cfg, table, device)(transform), transform=component(transform),
         batch_size=cfg.eval_batch_size, device=device, num_workers=cfg.num_workers,
     )  # fmt: skip
-    progress = sys.stderr.isatty()
+    progress = shows_progress()
     return embed(rows_of, batches, device=device, describe=describe, progress=progress, count=len(rows))
 
 
@@ -256,7 +255,7 @@ def use_feature_cache(
         own = {"pooling": pooling, "feature_cache": asdict(settings), "pooled_from": "maps as stored"}
         cache = cache_of(content | own, "pooled", pooled_of(sample).shape[1])
     records = pooled if settings.level == "pooled" else rendered
-    complete_cache(cache, records, progress=sys.stderr.isatty(), check=check, name=data.table.name)
+    complete_cache(cache, records, progress=shows_progress(), check=check, name=data.table.name)
     if isinstance(model, PooledModel) and settings.level == "pooled":
         model.stored_pooled = True
     else:

@@ -5,16 +5,19 @@ import functools
 import importlib
 import inspect
 import math
+import os
+import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.types import ConfigError, DmlbenchError, closest, nodes
+from dmlbench.types import ConfigError, DmlbenchError, closest, leaves, missing_module, nodes
 
 _PROVIDED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 # Arguments that only the wiring can give.
@@ -38,9 +41,18 @@ def component(node: Any, **provided: Any) -> Any:
             cause = cause.__cause__
         if isinstance(cause, DmlbenchError):
             raise cause from None
+        if isinstance(cause, ImportError):
+            _import_targets(node)
         if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node["_target_"].startswith("dmlbench."):
             raise ConfigError(f"{node['_target_']} refuses its arguments: {cause}") from error
         raise
+
+
+def _import_targets(node: Any) -> None:
+    """Raise ConfigError if a ``_target_`` of a node cannot be imported."""
+    place = (node._get_full_key(None) if isinstance(node, DictConfig) else "") or "component"
+    plain = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
+    require_modules({place: plain}, [place])
 
 
 def check_periods(node: Any, path: str) -> None:
@@ -88,14 +100,45 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
                 raise ConfigError(f"{path}.{name} is missing; {node['_target_']} needs it")
 
 
+def add_module_folder(config_dir: str | os.PathLike[str] | None) -> None:
+    """Let this process import modules beside a folder of options (``--config-dir``) by their names."""
+    if config_dir is None:
+        return
+    folder = Path(config_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"config_dir: got {folder}, expected a folder of options, such as my_conf.")
+    if (parent := str(folder.absolute().parent)) not in sys.path:
+        sys.path.append(parent)
+    importlib.invalidate_caches()  # the module may have been written a moment ago
+
+
+def require_modules(config: Mapping[str, Any], parts: Iterable[str]) -> None:
+    """Import what the ``parts`` of a stored configuration name; raises ConfigError with the remedy.
+
+    The folder of options that the configuration remembers is only told in the error. Code is imported from Python's
+    own path alone, because the configuration may come from elsewhere.
+    """
+    config_dir = (config.get("runtime") or {}).get("config_dir")
+    for part in parts:
+        for place, target in leaves(config.get(part), part):
+            if place.endswith("._target_"):
+                imported(str(target), place.removesuffix("._target_"), str(config_dir) if config_dir else None)
+
+
 @functools.cache
-def imported(name: str, path: str) -> Any:
-    """The object that a ``_target_`` at ``path`` names."""
+def imported(name: str, path: str, config_dir: str | None = None) -> Any:
+    """The object that a ``_target_`` at ``path`` names; ``config_dir`` is the folder of options beside its module."""
     module_name, _, attribute = str(name).rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty name
-        raise ConfigError(f"{path}._target_ is '{name}', but '{module_name}' cannot be imported: {error}") from error
+    except Exception as error:
+        top = module_name.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == top:
+            raise ConfigError(missing_module(top, path.partition(".")[0], config_dir)) from error
+        if top == "dmlbench" and not isinstance(error, ImportError):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}._target_ is '{name}', but '{module_name}' cannot be imported: {reason}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

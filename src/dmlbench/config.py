@@ -124,7 +124,7 @@ def register_schemas(folder: Path | None = None, name: str | None = None) -> Non
         if not isinstance(content, dict | None):
             raise ConfigError(f"{path}: got {content!r:.60}, expected keys and values.")
     OmegaConf.register_new_resolver("epochs", _steps_of_epochs, replace=True)
-    register_recipes(config_folders(folder and folder.resolve()))
+    register_recipes(config_folders(folder and folder.absolute()))
     store = ConfigStore.instance()
     every = [path.stem for path in config_folder().glob("*.yaml")]
     for each in every if name is None else [name]:  # building every schema is slow
@@ -156,6 +156,7 @@ class RuntimeConfig:
     recipe: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
     given: list[str] = field(default_factory=list)  # keys of the command line
+    config_dir: str | None = None  # folder of --config-dir, which error messages name; no code is read by it
     content: Any = None  # SHA-256 of weights and user code, see identity.py
 
 

@@ -1,7 +1,6 @@
 """The objects of a run and what they do together; ``build.py`` makes them."""
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
 from dmlbench.models.closed_form import Moments
 from dmlbench.models.net import MetricModel, PooledModel
-from dmlbench.runtime import autocast
+from dmlbench.runtime import autocast, shows_progress
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
@@ -79,7 +78,7 @@ class Setup:
                 return self.model(images).embedding if rows_of is None else rows_of(images)
 
         def embedded(rows: IntArray, describe: str) -> EmbeddingSet:
-            batches, progress = self.batches(rows), sys.stderr.isatty()
+            batches, progress = self.batches(rows), shows_progress()
             return embed(formatted, batches, device=self.device, progress=progress, count=len(rows), describe=describe)
 
         queries = embedded(part.query, "queries")
@@ -102,7 +101,7 @@ class Setup:
     ) -> Evaluation:  # fmt: skip
         """Scores by a distance, None is the model's."""
         distance = distance or self.model.distance
-        return evaluate(queries, gallery, spec or self.spec, distance=distance, progress=sys.stderr.isatty())
+        return evaluate(queries, gallery, spec or self.spec, distance=distance, progress=shows_progress())
 
     def validate(
         self, watch: Callable[[EmbeddingSet, EmbeddingSet | None], None] = lambda queries, gallery: None

@@ -190,8 +190,8 @@ def _run(
     runtime.atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
     images, classes = len(data.split.train), int(data.class_index.max()) + 1
     log.info("%s on %s: %d training images of %d classes", run_dir, device, images, classes)
-    for note in data.table.notes:
-        log.warning("%s is not as published: %s", data.table.name, note)
+    if notes := data.table.notes:
+        log.warning("%s is not as published: %s; scores may not compare with papers", data.table.name, "; ".join(notes))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -319,7 +319,7 @@ def save_test(
     """Write the test rows of a run and the scores of its queries."""
     about = {"dataset": table.name, "fingerprint": table.fingerprint, "config_id": run_dir.parent.name}
     save_embeddings(run_dir / store.EMBEDDINGS, queries, gallery, about)
-    runtime.atomic_write(run_dir / "per_query.csv", to_csv(per_query_table(queries, test)))
+    runtime.atomic_write(run_dir / store.PER_QUERY, to_csv(per_query_table(queries, test)))
 
 
 def tested_result(table: ImageTable, protocol: Any, split: Split, test: Evaluation | None) -> dict[str, Any]:

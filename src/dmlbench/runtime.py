@@ -17,6 +17,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -34,6 +35,26 @@ _REPORTED_PACKAGES = (
 )
 _CHECKSUM = "checksum"
 """Key of the SHA-256 of the other values."""
+
+
+_shown: ContextVar[bool | None] = ContextVar("shown", default=None)
+
+
+def shows_progress() -> bool:
+    """Whether to draw progress bars: where stderr is a terminal or a notebook, or as ``progress_bars`` says."""
+    shown = _shown.get()
+    is_notebook = type(sys.stderr).__module__.startswith("ipykernel.")
+    return sys.stderr.isatty() or is_notebook if shown is None else shown
+
+
+@contextlib.contextmanager
+def progress_bars(shown: bool | None) -> Iterator[None]:
+    """Draw progress bars or not; None: where stderr is a terminal or a notebook."""
+    token = _shown.set(shown)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
 
 
 def derive_seed(*parts: int | str) -> int:

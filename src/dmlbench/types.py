@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -201,6 +203,17 @@ def is_file_name(text: str) -> bool:
     return re.fullmatch("[A-Za-z0-9_-][A-Za-z0-9._-]*", text) is not None
 
 
+def duration(seconds: float) -> str:
+    """A time such as "45 s", "12 min", "3 h 20 min" or "9 d 4 h"."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{max(1, round(seconds))} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"
+
+
 def check_file_name(name: object, key: str = "name") -> None:
     """Raise ConfigError unless the value of ``key`` can name files."""
     if not is_file_name(str(name)):
@@ -222,6 +235,23 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) ->
     if len(known) > most:
         listing += f" and {len(known) - most:,} more"
     return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
+
+
+def missing_module(module: str, part: str, config_dir: object = None) -> str:
+    """For error messages: a module that is not found, the part that needs it, and the remedy.
+
+    Args:
+        config_dir: folder of options beside the module, if known; it may come from a run made elsewhere.
+    """
+    own, folder = "", f"<folder of options beside {module}.py>"
+    if isinstance(config_dir, str) and config_dir.isprintable() and Path(config_dir).is_dir():
+        path = Path(config_dir)
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        folder, own = shlex.quote(str(path)), repr(str(path))
+    return (
+        f"Cannot import `{module}` (needed by the {part}): add --config-dir {folder} "
+        f"(in Python config_dir={own or '...'}) or set PYTHONPATH."
+    )
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ import pytest
 from dmlbench.apps.experiment_rows import (
     QUOTED,
     experiments,
-    hours_per_run,
     last_of_each,
     narrowed,
     own_rows,
@@ -78,7 +77,6 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
         ("{rows: {a: {override: x}}}", "reproduce.rows.a"),
         ("{rows: {a: x, a: y}}", "'a' stands twice, on lines 1 and 1"),
         ("{commands: dmlbench}", "reproduce.commands: got 'dmlbench', expected"),
-        ("{hours_per_run: {cub200: long}}", "reproduce.hours_per_run.cub200: got 'long', expected"),
     ],
 )
 def test_a_reproduce_part_of_wrong_types_is_one_line(tmp_path, content: str, message: str) -> None:
@@ -135,12 +133,14 @@ def test_a_figure_without_printed_numbers_has_its_rows_by_settings_by_data_sets(
     assert len(own_rows("gsp/figure10b", reproduce, ["m=32"], ["sop"])) == 2
 
 
-def test_hours_are_looked_up_by_data_set_and_where_they_differ_by_backbone() -> None:
-    hours = {"hours_per_run": {"device": "a core", "sop": 3, "backbones": {"resnet50": {"sop": 7}}}}
-    assert hours_per_run(hours, "sop", "resnet50") == 7
-    assert hours_per_run(hours, "sop", "bn_inception") == 3
-    assert hours_per_run(hours, "cub200", "resnet50") is None
-    assert hours_per_run({}, "sop", "resnet50") is None
+def test_rows_of_several_settings_have_them_in_their_names() -> None:
+    paper = {"rows": {"ProxyNCA (Emb: 2048)": ""}, "settings": {"GAP": "pooling=gap", "GMP": "pooling=gmp"}}
+    names = {row.name for row in rows_of_paper("proxynca_pp/table10", paper, {}) if not row.blocker}
+    assert names == {"ProxyNCA (Emb: 2048) (GAP)", "ProxyNCA (Emb: 2048) (GMP)"}
+    own = {"rows": {"GAP": ""}, "settings": {"contrastive": "loss=contrastive", "triplet": "loss=triplet"}}
+    assert [row.name for row in own_rows("x", own, None, [])] == ["GAP (contrastive)", "GAP (triplet)"]
+    del own["settings"]["triplet"]
+    assert [row.name for row in own_rows("x", own, None, [])] == ["GAP"]
 
 
 def test_the_list_has_every_table_of_the_papers_and_every_figure_with_an_experiment(tmp_path: Path) -> None:

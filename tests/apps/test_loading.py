@@ -1,6 +1,7 @@
 """Trained models without their data: the embeddings of the run again, from its folder or an exported one."""
 
 import contextlib
+import dataclasses
 import json
 import socketserver
 import threading
@@ -13,10 +14,11 @@ import pytest
 import torch
 from composed import arguments, composed
 from omegaconf import OmegaConf
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from small_data_sets import write_photo
 from torch import nn
+from torchvision import transforms
 
 import dmlbench
 from dmlbench import build
@@ -26,7 +28,7 @@ from dmlbench.apps.export import NoGraph, export_run, exported_program, of_forma
 from dmlbench.apps.loading import MANIFEST, PREPROCESSING, WEIGHTS, TrainedModel
 from dmlbench.components import component
 from dmlbench.config import as_config, read_config
-from dmlbench.data.batches.transforms import identity
+from dmlbench.data.batches.transforms import center_crop, identity
 from dmlbench.evaluation.embeddings.embed import load_embeddings, read_embeddings
 from dmlbench.models.avsl_distance import AvslDistance
 from dmlbench.results.store import CONFIG, EMBEDDINGS
@@ -49,7 +51,7 @@ AVSL = (
 CONF = Path(__file__).resolve().parents[2] / "conf" / "pooling"
 POOLINGS = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "none")
 WITHOUT_ONNX = ("gemax",)
-"""What docs/models.md says: poolings that the converter refuses."""
+"""What docs/tutorials/trained_model.md says: poolings that the converter refuses."""
 SMALLER = {"num_prototypes": 8, "memory_rows": 32, "start_step": 1}
 """So that prototypes start within a few batches."""
 
@@ -141,6 +143,106 @@ def test_one_image_is_the_same_as_file_picture_array_and_tensor(of_photos) -> No
         assert torch.allclose(model.embed(given), kept.rows[:1], atol=1e-5)
     grey = array[..., 0]
     assert torch.equal(model.embed(grey), model.embed(np.stack([grey] * 3, axis=2)))
+
+
+def write_images(folder: Path) -> dict[str, Path]:
+    """Files of several sizes and modes; ``turned`` is stored on its side, as EXIF says."""
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    photo = Image.fromarray(pixels).resize((300, 200))
+    exif = Image.Exif()
+    exif[274] = 6  # orientation: turn by 90 degrees
+    found = {
+        "large": (photo, "large.jpg", {}),
+        "small": (photo.resize((9, 21)), "small.png", {}),
+        "as_is": (photo.crop((0, 0, 32, 32)), "as_is.png", {}),
+        "grey": (photo.convert("L"), "grey.png", {}),
+        "rgba": (Image.fromarray(np.dstack([np.asarray(photo), np.full((200, 300), 90, np.uint8)])), "rgba.png", {}),
+        "palette": (photo.quantize(16), "palette.gif", {}),
+        "cmyk": (photo.convert("CMYK"), "cmyk.jpg", {}),
+        "turned": (photo, "turned.jpg", {"exif": exif}),
+    }
+    for image, name, options in found.values():
+        image.save(folder / name, **options)
+    return {key: folder / name for key, (_, name, _) in found.items()}
+
+
+TRANSFORMS = {
+    "crop": (center_crop(crop=32, resize=40), transforms.Compose([transforms.Resize(40), transforms.CenterCrop(32)])),
+    "shift": (identity(), transforms.Compose([transforms.Resize(32), transforms.CenterCrop(32)])),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_images_of_any_size_and_mode_are_embedded_in_one_call(tmp_path, name: str) -> None:
+    transform, prepared = TRANSFORMS[name]
+    model = dataclasses.replace(model_of(), transform=transform)
+    files = write_images(tmp_path)
+    opened = {key: ImageOps.exif_transpose(Image.open(path)).convert("RGB") for key, path in files.items()}
+    assert opened["turned"].size == (200, 300) != opened["large"].size
+    pixels = torch.stack([torch.from_numpy(np.array(prepared(image))).permute(2, 0, 1) for image in opened.values()])
+    with torch.no_grad():
+        wanted = model.network(pixels).embedding
+    kinds: dict[str, list[Any]] = {
+        "files": list(files.values()),
+        "texts": [str(path) for path in files.values()],
+        "pictures": [Image.open(path) for path in files.values()],
+        "arrays": [np.asarray(image) for image in opened.values()],
+        "tensors": [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in opened.values()],
+    }
+    for given in kinds.values():
+        assert torch.allclose(model.embed(given), wanted, atol=1e-5)
+    rgba, grey = np.asarray(Image.open(files["rgba"])), np.asarray(Image.open(files["grey"]))
+    row = dict(zip(files, wanted, strict=True))
+    one_image = {
+        "rgba": (rgba, rgba[None], torch.from_numpy(rgba.copy()).permute(2, 0, 1)),
+        "grey": (grey, grey[..., None], grey[None], torch.from_numpy(grey.copy()), torch.from_numpy(grey.copy())[None]),
+    }
+    for key, several in one_image.items():
+        for given in several:
+            assert torch.allclose(model.embed(given), row[key][None], atol=1e-5)
+
+
+def test_what_is_no_image_is_named(tmp_path) -> None:
+    model = model_of()
+    (tmp_path / "x.jpg").write_bytes(b"no image")
+    image = Image.new("RGB", (40, 40))
+    image.close()
+    for given, message in (
+        (torch.zeros(3, 32, 32), r"image number 0: got a Tensor of torch.float32 \(3, 32, 32\), expected a path"),
+        ([np.zeros((4, 4, 2), np.uint8)], r"image number 0: got a ndarray of uint8 \(4, 4, 2\), expected a path"),
+        (["nowhere.jpg"], "image 'nowhere.jpg' is missing"),
+        (tmp_path / "x.jpg", r"x.jpg' cannot be read \("),
+        (Image.new("F", (40, 40)), "image number 0 holds floating point pixels"),
+        (image, r"image number 0 cannot be read \(Operation on closed image"),
+    ):
+        with pytest.raises(DataError, match=message):
+            model.embed(given)
+
+
+def test_rows_have_unit_length_on_request() -> None:
+    model, images = model_of(), np.random.default_rng(0).integers(0, 256, (3, 32, 32), dtype=np.uint8)
+    rows, unit = model.embed(images), model.embed(images, normalize=True)
+    assert torch.allclose(unit, rows / rows.norm(dim=1, keepdim=True))
+    assert not torch.allclose(rows.norm(dim=1), torch.ones(3))
+    own = model_of("head=hyperbolic")
+    with pytest.raises(ConfigError, match=r"normalize: got True, but rows .* are compared by PoincareDistance"):
+        own.embed(images, normalize=True)
+
+
+def test_a_printed_model_says_what_it_is(of_letters) -> None:
+    model, scores = dmlbench.load(of_letters, device="cpu"), read_json(of_letters / "result.json")["metrics"]["test"]
+    lines = str(model).splitlines()
+    assert lines[0] == f"dmlbench model of {of_letters} (cpu)"
+    assert lines[1:5] == [
+        "data set: glyphs_collage, protocol held_out, fold 0, repeat 0",
+        "trained: backbone ResNet20, pooling Gap, head Projection, loss MultiSimilarityLoss",
+        "embedding: 128 dimensions, compared by Euclidean distance of unit vectors",
+        "input: images of 32 x 32; other sizes are resized (bilinear with antialiasing) to cover 32 x 32 and "
+        "center-cropped",
+    ]
+    assert lines[5].startswith(f"scores: test P@1 {100 * scores['p_at_1']:.2f}, R-precision ") and len(lines) == 6
+    model = dataclasses.replace(model, transform=center_crop(crop=32, resize=40))
+    assert str(model).splitlines()[4] == "input: images of any size; short side to 40, center crop 32 x 32"
 
 
 def test_distances_of_near_images_are_right(of_letters) -> None:

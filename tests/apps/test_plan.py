@@ -2,24 +2,27 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from written_runs import write_run
 
+from dmlbench.apps.experiment_rows import Row
 from dmlbench.apps.paper_comparison import (
     PUBLISHED,
     Provenance,
     are_published,
     differences_to_paper,
+    expected_differences,
     given_by_hand,
     mixtures,
     moving,
     provenance_of,
-    seconds_per_run,
 )
-from dmlbench.apps.plan import Plan, compose_configs, make_plan
+from dmlbench.apps.plan import Plan, compose_configs, make_plan, require_writable
+from dmlbench.apps.time_estimate import RunTime, measured_times, total_time
 from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS, ERROR, LOCK, RESULT, locked, make_directory
@@ -150,12 +153,62 @@ def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
     assert both == "MIXED CODE: abc (2 runs), xyz (1 runs)"
 
 
-def test_costs_are_measured_where_they_can_be_and_else_the_experiments(tmp_path: Path) -> None:
+def test_times_are_those_of_complete_runs_of_the_config_else_of_its_kind(tmp_path: Path) -> None:
     plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=2))
-    shas = [config.sha256 for config in plan.configs]
-    assert seconds_per_run(plan, {shas[0]: 2.0}) == {shas[0]: (7200.0, "as the experiment says")}
+    gap, gmp = (config.sha256 for config in plan.configs)
+    assert measured_times(plan) == {}
     _write(plan.runs[0])
-    assert seconds_per_run(plan.refreshed(), {}) == dict.fromkeys(shas, (7200.0, "measured here"))
+    _write(plan.runs[2], wall_s=3600.0)
+    assert measured_times(plan.refreshed()) == {
+        gap: RunTime(5400.0, "mean of complete runs"), gmp: RunTime(5400.0, "mean of complete runs of this kind"),
+    }  # fmt: skip
+    _write(plan.runs[1], wall_s=60.0)
+    assert measured_times(plan.refreshed())[gmp] == RunTime(60.0, "mean of complete runs")
+
+
+def test_the_time_of_runs_is_added_up_and_unknown_ones_are_counted(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, Composer(num_folds=2, num_repeats=2))
+    gap, gmp = (config.sha256 for config in plan.configs)
+    assert total_time(plan.runs, {}) == total_time(plan.runs, {gap: RunTime(None, "no data")}) == ""
+    assert total_time(plan.runs, {gap: RunTime(1800.0, "")}) == "about 2 h 0 min, plus 4 runs of unknown time"
+    times = {gap: RunTime(1800.0, ""), gmp: RunTime(86400.0, "", is_bound=True)}
+    assert total_time(plan.runs, times) == "at most 4 d 2 h"
+    assert str(times[gap]) == "about 30 min per run ()"
+    assert str(RunTime(None, "no data")) == "time unknown: no data"
+
+
+def test_an_output_folder_may_be_new_but_must_be_writable(tmp_path: Path, monkeypatch) -> None:
+    require_writable(str(tmp_path / "new" / "folder"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"paths.output_dir: got .*new, but .*file is not a writable folder"):
+        require_writable(str(tmp_path / "file" / "new"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="is not a writable folder"):
+        require_writable(str(tmp_path))
+
+
+def test_differences_to_the_paper_are_known_before_the_runs(tmp_path: Path) -> None:
+    (config,) = _plan(tmp_path, Composer(num_folds=4), [CONFIGS[0]]).configs
+    own = [score for score in load_table("gsp/table2") if score.row == "C2+GAP" and score.dataset == "cub200"]
+    settings = {
+        "head": {"out_features": 128}, "backbone": {"pretrained": True}, "evaluation": {"shortlist": None},
+        "runtime": {"choices": {"backbone": "bn_inception"}},
+    }  # fmt: skip
+    config = replace(config, dataset="cub200", protocol=own[0].protocol)
+    assert {score.embedding_size for score in own} == {128, 512}  # separated, and of four folds together
+    for score in own:
+        row = Row("C2+GAP", (), score)
+        assert expected_differences(row, config, settings, ()) == []
+        changed = {**settings, "head": {"out_features": 64}, "evaluation": {"shortlist": 50}}
+        found = expected_differences(row, replace(config, dataset="cars196"), changed, ("images re-encoded",))
+        assert found == [
+            "data set cars196 instead of cub200",
+            f"{64 if score.kind == 'separated' else 256} dimensions instead of {score.embedding_size}",
+            "NOT THE PUBLISHED DATA: images re-encoded",
+            "APPROXIMATE SEARCH: shortlist@50 ranks a shortlist of each query",
+        ]
+    random = {**settings, "backbone": {"pretrained": False}}
+    assert expected_differences(Row("", (), own[0]), config, random, ()) == ["OTHER WEIGHTS: random ones"]
 
 
 def test_what_was_given_by_hand_and_moves_a_number_is_told(tmp_path: Path) -> None:

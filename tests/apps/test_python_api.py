@@ -1,6 +1,8 @@
 """The package's own functions do what the commands do, from anywhere, and cost nothing before they are used."""
 
 import json
+import logging
+import re
 import subprocess
 import sys
 from typing import Any
@@ -31,7 +33,14 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     place = [f"paths.output_dir={tmp_path}/out", f"paths.cache_dir={tmp_path}/cache"]
-    run_dir = db.run(*SHORT, *place, "metrics=p_at_1,map_at_r")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    run_dir = db.run(*SHORT, *place, "metrics=p_at_1,map_at_r", progress=True)
+    shown = capsys.readouterr().err
+    assert re.search(r"\d\d:\d\d:\d\d .*fold0_rep0 on cpu: \d+ training images of", shown)
+    assert "0/2" in shown and logging.getLogger("dmlbench").handlers == []
+    for progress in (False, None):  # the error stream of a test is no terminal
+        db.run(*SHORT, *place, f"paths.output_dir={tmp_path}/{progress}", progress=progress)
+        assert "0/2" not in (shown := capsys.readouterr().err) and "training images" not in shown
     with pytest.raises(SystemExit) as info:
         main(["train", *SHORT, *place, "metrics=p_at_1,map_at_r"])
     assert info.value.code == 0 and "is complete: nothing to do" in capsys.readouterr().err  # the same config
@@ -40,7 +49,7 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     assert (
         db.evaluate(run_dir / "embeddings.safetensors", metrics=["map_at_r"]).scores["map_at_r"] == scores["map_at_r"]
     )
-    with pytest.raises(RunError, match="2 of 3 runs are missing"):
+    with pytest.raises(RunError, match="incomplete: 1 of 3 runs"):
         db.table(output_dir=tmp_path / "out")
     frame = db.table(output_dir=tmp_path / "out", allow_partial=True)
     assert frame.loc[0, "mean MAP@R mean"] == pytest.approx(100 * scores["map_at_r"])

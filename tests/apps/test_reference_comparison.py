@@ -56,13 +56,13 @@ def test_differences_are_paired_corrected_and_bootstrapped(configs) -> None:
     for one in found:
         assert one.classes[0] <= one.paired.difference <= one.classes[1]
     assert [one.is_ahead for one in found] == [False, True, False]
-    assert [one.is_told_apart for one in found] == [False, True, True]
+    assert [one.is_significant for one in found] == [False, True, True]
 
 
 def test_conclusions_name_what_is_alike_and_what_is_not_ahead(configs) -> None:
     found = differences_of(configs, ["base", "better"], ["map_at_r"])["map_at_r"]
     assert conclusions(found, "map_at_r") == [
-        "MAP@R: cannot be told apart from base: same",
+        "MAP@R: no significant difference from base: same",
         "MAP@R: not ahead of better: base, same, worse",
     ]
 
@@ -95,4 +95,4 @@ def test_rows_that_no_seed_changes_have_no_p_value_and_are_told_apart_by_classes
     fixed = [config(tmp_path, label, base, 5) for label, base in (("one", 0.5), ("other", 0.6))]
     (found,) = differences_of(fixed, ["one"], ["map_at_r"])["map_at_r"]["one"]
     assert found.paired.difference == pytest.approx(0.1)
-    assert (found.p_value, found.is_told_apart, found.is_ahead) == (None, True, True)
+    assert (found.p_value, found.is_significant, found.is_ahead) == (None, True, True)

@@ -33,6 +33,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.papers import load_table
 from dmlbench.results.store import EMBEDDINGS
 from dmlbench.runner import run
+from dmlbench.runtime import generator
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
 
@@ -122,7 +123,14 @@ def test_scores_are_those_of_the_table(configs: list[ConfigSummary], content: di
     assert [row["label"] for row in partial] == ["gmp PARTIAL"]
     assert "without fold1_rep1" in " ".join(partial[0]["notes"])
     assert not partial[0]["competes"]
-    assert "DIFFERENT SETTINGS: pooling.num_prototypes: 8 (gsp_small), given by hand" in found["notes"]
+    note = "Rows also differ in pooling.memory_rows, pooling.num_prototypes (values: column settings of the CSV)"
+    assert note in found["notes"]
+    assert (
+        configs[[c.label for c in configs].index("gsp_small")].settings["pooling.num_prototypes"] == "8 (given by hand)"
+    )
+    shared = content["groups"][0]["shared"]
+    assert shared.startswith("All rows: resnet20_small backbone (random initial weights), 32 x 32 pixels, ")
+    assert " Trained rows: contrastive loss, batches of 4 classes x 2 images, " in shared
 
 
 def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
@@ -147,6 +155,8 @@ def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
 
 def test_curves_are_means_over_runs(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
     place = next(i for i, config in enumerate(configs) if config.label == "gap")
+    assert next(iter(content["groups"][0]["curves"])) == "val/map_at_r"
+    assert content["groups"][0]["curve_labels"]["val/map_at_r"] == "validation MAP@R"
     own = content["groups"][0]["curves"]["val/map_at_r"][place]
     logged = [
         {step: value for step, name, value in read_history(run.path / "history.csv") if name == "val/map_at_r"}
@@ -172,11 +182,16 @@ def test_classes_are_means_over_their_queries(configs: list[ConfigSummary], cont
     assert sorted(np.mean(row["scores"][0]) for row in hardest) == pytest.approx(sorted(mean)[:3])
 
 
-def test_galleries_show_what_is_nearest_and_half_failures(
+def test_galleries_show_what_is_nearest_of_a_random_sample_then_of_failures(
     configs: list[ConfigSummary], content: dict[str, Any]
 ) -> None:
     gallery = content["groups"][0]["gallery"]
-    assert len(gallery["queries"]) == 4
+    assert gallery["random"] == 4 and len(gallery["queries"]) == 6  # and half as many failures
+    assert len(set(gallery["queries"])) == 6
+    total = configs[0].summary["n_query"]
+    order = generator("report", total).permutation(total).tolist()
+    stored = load_embeddings(next(r.path for r in configs[0].runs if r.state == "done") / EMBEDDINGS).queries
+    assert gallery["queries"][:4] == [int(stored.ids[place]) for place in order[:4]]
     fails = []
     for i, own in gallery["configs"].items():
         stored = load_embeddings(next(r.path for r in configs[int(i)].runs if r.state == "done") / EMBEDDINGS).queries
@@ -190,16 +205,33 @@ def test_galleries_show_what_is_nearest_and_half_failures(
             right = stored.labels.numpy()[best] == stored.labels.numpy()[ids.index(query)]
             assert [is_right for _, is_right in near] == right.tolist()
             fails.append((query, not right[0]))
-    wrong = {query: sum(fail for q, fail in fails if q == query) for query in gallery["queries"]}
-    assert sum(count > 0 for count in wrong.values()) >= 2
+    wrong = {query: sum(fail for q, fail in fails if q == query) for query in gallery["queries"][4:]}
+    assert all(count > len(gallery["configs"]) / 2 for count in wrong.values())
     assert set(gallery["images"]) == set(gallery["names"])
-    assert "(untrained)" not in [configs[int(i)].label for i in gallery["configs"]]
+    assert set(gallery["configs"]) == {str(i) for i in range(len(configs))}
+    for i, own in gallery["configs"].items():
+        assert own["score"] == f", P@1 {100 * configs[int(i)].summary['raw'][own['run']]['p_at_1']:.1f} %"
+
+
+def test_a_representative_sample_has_the_share_of_right_queries_of_every_config() -> None:
+    rng = np.random.default_rng(0)
+    places = rng.permutation(1000)[:200]
+    right = rng.random((3, 200)) < np.array([[0.1], [0.5], [0.9]])
+    drawn = page.DrawnQueries(places, right)
+    chosen = drawn.representative(10)
+    found = [right[:, places.tolist().index(place)] for place in chosen]
+    assert np.abs(np.mean(found, axis=0) - right.mean(1)).max() < 0.1
+    assert len(set(chosen.tolist())) == 10 and drawn.representative(10).tolist() == chosen.tolist()
+    failures = drawn.failures(5, after=20).tolist()
+    assert not set(failures) & set(drawn.first(20).tolist())
+    assert [int((~right[:, places.tolist().index(place)]).sum()) for place in failures] == [3] * 5
+    assert page.DrawnQueries(places, np.ones_like(right)).failures(5, after=0).tolist() == []
 
 
 def test_average_pooling_counts_all_places_alike(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
     overlays = content["groups"][0]["overlays"]
     places = {config.label: str(i) for i, config in enumerate(configs)}
-    assert places["gap (untrained)"] in overlays["configs"]
+    assert places["gap (no training)"] in overlays["configs"]
     _, weights, prototypes = overlays["configs"][places["gap"]][0]
     assert prototypes is None
     colors = np.asarray(_decoded(weights), dtype=int)
@@ -212,7 +244,7 @@ def test_average_pooling_counts_all_places_alike(configs: list[ConfigSummary], c
 def test_settings_and_provenance_are_those_of_the_runs(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
     group, places = content["groups"][0], {config.label: i for i, config in enumerate(configs)}
     settings = group["settings"]
-    a, b = settings[places["gap"]], settings[places["gap (untrained)"]]
+    a, b = settings[places["gap"]], settings[places["gap (no training)"]]
     assert {key for key in a if a[key] != b.get(key)} == {"fit.max_steps"}
     assert (a["fit.max_steps"], b["fit.max_steps"]) == ("6", "0")
     told = dict(group["provenance"][places["gmp"]])
@@ -281,8 +313,8 @@ def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
     opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[2].click()
     assert _numbers(_labels(opened, column=3)) == sorted(_numbers(_labels(opened, column=3)))
     box = opened.find_element(By.ID, "filter")
-    box.send_keys("gap un")
-    assert _labels(opened) == ["gap (untrained)"]
+    box.send_keys("gap no")
+    assert _labels(opened) == ["gap (no training)"]
     assert opened.find_element(By.ID, "count").text == "1 of 5 rows"
     assert len(opened.find_elements(By.CSS_SELECTOR, "#bars-chart .bars .point")) == 1
     box.clear()
@@ -293,7 +325,7 @@ def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
 def test_choosing_configs_and_scores_changes_what_is_shown(opened: webdriver.Chrome, content: dict[str, Any]) -> None:
     labels = [row["label"] for row in content["groups"][0]["leaderboard"]["rows"]]
     Select(opened.find_element(By.ID, "config-a")).select_by_visible_text("gap")
-    Select(opened.find_element(By.ID, "config-b")).select_by_visible_text("gap (untrained)")
+    Select(opened.find_element(By.ID, "config-b")).select_by_visible_text("gap (no training)")
     settings = [_labels(opened, "settings-table", column) for column in (1, 2, 3)]
     assert settings == [["fit.max_steps"], ["6"], ["0"]]
     for other in set(labels) - {"gap"}:
@@ -305,9 +337,28 @@ def test_choosing_configs_and_scores_changes_what_is_shown(opened: webdriver.Chr
         assert told == pytest.approx(sign * one["difference"], abs=0.0051)
     Select(opened.find_element(By.ID, "score")).select_by_index(3)
     assert "MAP@R" in opened.find_element(By.CSS_SELECTOR, "#bars-chart .xtitle").text
-    frames = opened.find_elements(By.CSS_SELECTOR, "#gallery-body .sides > div:first-child .retrieved")
-    first_is_right = ["right" in f.find_elements(By.TAG_NAME, "li")[1].get_attribute("class") for f in frames]
-    assert first_is_right == sorted(first_is_right)  # failures come first
+    headings = [heading.text for heading in opened.find_elements(By.CSS_SELECTOR, "#gallery-body h3")]
+    assert headings == ["4 queries drawn at random", "2 failures"]
+    frames = opened.find_elements(By.CSS_SELECTOR, "#gallery-body .retrieval")
+    a = str(labels.index("gap"))
+    for q, frame in enumerate(frames):
+        line = frame.find_elements(By.CSS_SELECTOR, ":scope > div:last-child .retrieved")[0]
+        shown = ["right" in item.get_attribute("class") for item in line.find_elements(By.TAG_NAME, "li")]
+        assert shown == [is_right for _, is_right in content["groups"][0]["gallery"]["configs"][a]["nearest"][q]]
+    assert len(frames) == 6
+    assert frames[0].find_element(By.TAG_NAME, "img").size["width"] > 150
+
+
+def test_the_page_opens_on_validation_curves_and_shared_settings(
+    opened: webdriver.Chrome, content: dict[str, Any]
+) -> None:
+    assert opened.find_element(By.CSS_SELECTOR, "main section").get_attribute("id") == "curves"
+    assert Select(opened.find_element(By.ID, "curve")).first_selected_option.text == "validation MAP@R"
+    assert opened.find_element(By.CSS_SELECTOR, "#curves-chart .ytitle").text == "validation MAP@R"
+    assert opened.find_element(By.ID, "shared").text == content["groups"][0]["shared"]
+    opened.find_element(By.CSS_SELECTOR, "#settings summary").click()
+    names = [name.text for name in opened.find_elements(By.CSS_SELECTOR, "#shared-settings dt")]
+    assert "optim.lr" in names and "fit.max_steps" not in names
 
 
 def test_light_and_dark_without_errors_or_network(opened: webdriver.Chrome) -> None:

@@ -9,7 +9,7 @@ import torch
 from composed import arguments
 from written_runs import write_run
 
-from dmlbench.apps.compare_configs import ConfigSummary, compare_configs, differences_text
+from dmlbench.apps.compare_configs import ConfigSummary, compare_configs, comparison_table
 from dmlbench.apps.loading import load_run
 from dmlbench.apps.report.page import draw_report
 from dmlbench.cli import simple_commands
@@ -45,12 +45,21 @@ def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
         str(tmp_path), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1", "intra_class_distance"))
     )
     assert found.differences["p_at_1"].difference == pytest.approx(0.025)
-    text = found.to_text()
+    table = comparison_table([found])
+    text = table.to_text()
     # d = 0.02, 0.03 in both folds: t(0.975, 2) sqrt(2 * 5e-5) / (2 sqrt(2)) = 4.3027 * 0.0035355
-    assert "P@1                       55.00    57.50    +2.50  [+0.98, +4.02]" in text
-    assert "intra-class distance       1.10     1.15    +0.05" in text
-    assert "4 pairs" in text
-    assert "DIFFERENT SETTINGS: fit.max_steps: 100 (gap); 300 (gsp)" in text
+    assert table.title == "Differences from gap"
+    assert (
+        "P@1\nB        A      B  B - A   95 % interval      p\ngsp  55.00  57.50  +2.50  [+0.98, +4.02]  0.019" in text
+    )
+    assert "intra-class distance\n" in text and ["gsp", "1.10", "1.15", "+0.05"] in [
+        s.split()[:4] for s in text.split("\n")
+    ]
+    assert "4 pairs of runs with the same fold, repeat and seed, t over repeats within folds" in text
+    assert "different fit.max_steps: 100 (gap), 300 (gsp)" in text
+    assert f"gsp: {tmp_path}/glyphs/mlrc/net-gsp-2" in text
+    assert table.to_frame()["settings"].tolist() == ["fit.max_steps=300"] * 2
+    assert table.to_frame()["difference"][0] == pytest.approx(0.025)
 
 
 def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
@@ -58,17 +67,21 @@ def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
     for fold in range(2):
         for repeat in range(2):
             write(tmp_path, "net-gem-3", fold, repeat, 0.5 + 0.1 * fold + 0.01 * (repeat - 1))
-    text = differences_text([compare_configs(str(tmp_path), ["*gap*", other], P_AT_1) for other in ("*gsp*", "*gem*")])
+    table = comparison_table([compare_configs(str(tmp_path), ["*gap*", other], P_AT_1) for other in ("*gsp*", "*gem*")])
+    text = table.to_text()
     # two degrees of freedom, t = 0.025 / 0.0035355 and 0.005 / 0.0035355: p 0.0194 and 0.2929, times 2 and 1
-    assert "net-gsp-2    57.50    +2.50  [+0.98, +4.02]       0.039" in text
-    assert "net-gem-3    54.50    -0.50  [-2.02, +1.02]        0.29" in text
-    assert "p corrected over 2 configs" in text and "percent; 4 pairs of runs, t over repeats within folds" in text
-    assert "DIFFERENT SETTINGS: fit.max_steps: 100 (gap); 300 (gsp)" in text
+    assert "gsp  55.00  57.50  +2.50  [+0.98, +4.02]  0.039" in text
+    assert "gem  55.00  54.50  -0.50  [-2.02, +1.02]   0.29" in text
+    assert "corrected over 2 configs (Holm)" in text and "4 pairs of runs" in text
+    assert "Rows also differ in fit.max_steps (values: column settings of the CSV)" in text
+    assert table.to_frame()["settings"].tolist() == ["fit.max_steps=300", "fit.max_steps=100"]
     write(tmp_path, "net-few-4", 0, 0, 0.5)
     few = [compare_configs(str(tmp_path), ["*gap*", other], P_AT_1, allow_partial=True) for other in ("*gsp*", "*few*")]
-    text = differences_text(few)
-    assert "p corrected over 1 configs" in text
-    assert "1 pairs of runs, t over folds (net-few-4)" in text and "4 pairs of runs" in text
+    table = comparison_table(few)
+    text = table.to_text()
+    assert "1 pairs of runs with the same fold, repeat and seed, t over folds (few)" in text
+    assert table.to_frame()["p_holm"].isna().tolist() == [False, True]
+    assert "p of a two-sided paired t test\n" in text  # a single one needs no correction
 
 
 def test_partial_configs_are_refused_or_said(tmp_path: Path) -> None:
@@ -77,7 +90,7 @@ def test_partial_configs_are_refused_or_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"only one has fold2_rep0 \(net-gsp-2\); set allow_partial=true"):
         compare_configs(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1)
     found = compare_configs(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1, allow_partial=True)
-    assert "PARTIAL: without fold2_rep0 (net-gsp-2)" in found.to_text()
+    assert "PARTIAL: without fold2_rep0 (net-gsp-2)" in comparison_table([found]).to_text()
     assert found.differences["p_at_1"].n_pairs == 4
 
 
@@ -129,7 +142,7 @@ def _compare(root: Path) -> object:
 
 
 def _report(root: Path) -> object:
-    summary = {"scores": {"separated": {"p_at_1": {"mean": 0.5, "std": None}}}}
+    summary = {"scores": {"separated": {"p_at_1": {"mean": 0.5, "std": None}}}, "n_runs": 1}
     config = ConfigSummary(_run(root).parent, tuple(find_runs(root, "*gap*")), summary, "gap")
     return draw_report([config], root / "x.png", title="x", metrics=["p_at_1"], num_queries=5, num_nearest=5)
 

@@ -35,8 +35,8 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["--config-dir"], "--config-dir/-cd: expected one argument"),
         (["--config-dir", "nowhere"], "--config-dir: nowhere is not a folder"),
         (["optm.lr=1"], "no key 'optm': did you mean 'optim'? known: "),
-        (["fold="], "fold: Value '' of type 'str' could not be converted to Integer\n"),
-        (["paths.output_dir="], "paths.output_dir is empty"),
+        (["fold="], "fold: got '', expected a whole number.\n"),
+        (["paths.output_dir="], "paths.output_dir: got '', expected a folder"),
     ],
 )
 def test_a_mistake_is_one_line_before_data_is_read(command, tmp_path, monkeypatch, arguments, message) -> None:

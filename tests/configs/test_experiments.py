@@ -63,23 +63,6 @@ def test_methods_that_papers_quote_are_run_by_what_is_said_of_them() -> None:
         assert compose("train", run.format(dataset="cars196").split()).loss, run
 
 
-@pytest.mark.parametrize("name", sorted(OF_PAPERS))
-def test_every_file_says_how_long_a_run_takes(name: str) -> None:
-    node = reproduce_of(name)
-    if "needs" in node or "commands" in node:
-        return
-    hours = node["hours_per_run"]
-    assert (
-        "an image" in hours["measured"]
-        and "one core of an" in hours["device"]
-        and isinstance(hours["upper_bound"], bool)
-    )
-    by_dataset = hours.get("backbones", {"": hours})
-    numbers = [{k: v for k, v in each.items() if not isinstance(v, str | bool)} for each in by_dataset.values()]
-    datasets = {c.score.dataset for c in commands() if c.table == name and c.score.dataset}
-    assert all(datasets <= each.keys() and min(each.values()) > 0 for each in numbers)
-
-
 def test_nothing_is_trained_of_a_table_that_cannot_be_run() -> None:
     with pytest.raises(ConfigError, match=r"is no run; it is made by: dmlbench train -m recipe=oodml dataset=cub200"):
         check(compose("train", ["experiment=oodml/table_s4"]))

@@ -33,7 +33,7 @@ def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> No
     (tmp_path / "one.bmp").write_bytes(b"12345")  # of a format whose sizes tell the dimensions alone
     (tmp_path / "two.bmp").write_bytes(b"54321")
     assert len(set(file_contents(tmp_path, ["here.png", "one.bmp", "two.bmp"], name="x").tolist())) == 3
-    with pytest.raises(DataError, match=r"lacks 12 of 13 image files.*m0\.png, .*m9\.png and 2 more"):
+    with pytest.raises(DataError, match=r"x: 12 of 13 listed images are missing in .*m0\.png, .*m9\.png and 2 more"):
         file_contents(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")
 
 
@@ -77,8 +77,8 @@ def test_counts_are_compared_by_role(tmp_path: Path) -> None:
     assert len(table_of(listing, published=right)) == 5
     other = Published({"train": (1234, 2), "query": (2, 1)})
     message = (
-        r"has train 3 images of 2 classes, query 0 images of 0 classes, test 2 images of 1 classes; published are "
-        r"train 1,234 images of 2 classes, query 2 images of 1 classes; .*dataset\.table\.check_counts=false"
+        r"got train 3 images of 2 classes, query 0 images of 0 classes, test 2 images of 1 classes, expected the "
+        r"published train 1,234 images of 2 classes, query 2 images of 1 classes\. .*dataset\.table\.check_counts=false"
     )
     with pytest.raises(DataError, match=message):
         table_of(listing, published=other)

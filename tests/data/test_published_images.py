@@ -36,14 +36,11 @@ def scaled(sizes: Sequence[Size], factor: Callable[[int, int], float]) -> list[S
         (BOX_SIZES, "images cut to their boxes"),
         (scaled(BOX_SIZES, lambda w, h: 200 / max(w, h)), "images cut to their boxes and rescaled"),
         (scaled(BOX_SIZES, lambda w, h: 128 / min(w, h)), "images cut to their boxes and rescaled"),
-        (
-            [(224, 224)] * NUM,
-            "images rescaled to 224 x 224 pixels, cut or not: boxes of boxes.txt lie outside of 40 of 40",
-        ),
+        ([(224, 224)] * NUM, "images rescaled to 224 x 224 pixels"),
         (scaled(SIZES, lambda w, h: 128 / min(w, h)), "images rescaled to a short side of 128 pixels"),
         (
             scaled(SIZES, lambda w, h: 0.5 + w % 3 / 100),
-            "images cut or rescaled: boxes of boxes.txt lie outside of 40 of 40",
+            "images cut or rescaled (boxes of boxes.txt lie outside of 40 of 40 images)",
         ),
     ],
 )
@@ -64,14 +61,14 @@ def test_images_of_one_published_size_are_told_from_others() -> None:
     assert found([(256, 256)] * NUM, published) == ()
     assert found([(256, 256)] * (NUM - 2) + [(255, 256), (1, 1)], published) == ()  # a few prove nothing
     assert found([(64, 64)] * NUM, published) == ("images rescaled to 64 x 64 pixels",)
-    assert found(SIZES, published) == ("images of other sizes than the published 256 x 256 pixels",)
+    assert found(SIZES, published) == ("images resized from the published 256 x 256 pixels",)
     boxes = np.array([(10, 20, 200 + i, 250) for i in range(NUM)], dtype=np.float64)
     listed = Originals(size=(256, 256), boxes=boxes, boxes_from="boxes.txt")
     assert found([(256, 256)] * NUM, listed) == ()
     assert found([(190 + i, 230) for i in range(NUM)], listed) == ("images cut to their boxes",)
     far = Originals(size=(256, 256), boxes=boxes + 100, boxes_from="boxes.txt")
     assert found([(256, 256)] * NUM, far) == (
-        f"boxes of other images: boxes of boxes.txt lie outside of {NUM} of {NUM}",
+        f"images listed with wrong boxes (boxes of boxes.txt lie outside of {NUM} of {NUM} images)",
     )
 
 
@@ -99,8 +96,7 @@ def test_jpegs_of_coarser_colors_than_the_published_ones_were_reencoded(tmp_path
         Image.new("RGB", (width, height)).save(tmp_path / f"{i}.jpg", subsampling="4:2:0" if i < 25 else "4:4:4")
     headers = [read_header(tmp_path / f"{i}.jpg") for i in range(NUM)]
     rows = np.arange(NUM)
-    note = "images re-encoded: colors of 25 of 40 are subsampled, of few published ones are"
-    assert deviations(headers, published, rows) == (note,)
+    assert deviations(headers, published, rows) == ("images re-encoded (4:2:0 JPEG)",)
     assert deviations(headers[10:], published, rows[10:]) == ()  # 15 of 30
     assert deviations(headers[:15], published, rows[:15]) == ()  # too few
     assert deviations(headers, Originals(), rows) == ()
@@ -126,7 +122,7 @@ def test_files_that_are_no_images_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / paths[0]).write_text("no image")
     assert read_header(tmp_path / paths[0]) is None
     assert read_header(tmp_path / "nothing.jpg") is None
-    assert read_header(tmp_path / paths[1]) == Header(*BOX_SIZES[1], "JPEG", coarse_colors=True)
+    assert read_header(tmp_path / paths[1]) == Header(*BOX_SIZES[1], "JPEG", subsampling="4:2:0")
     assert deviations_of_sample(tmp_path, paths, LISTED) == ("images cut to their boxes",)
     assert deviations_of_sample(tmp_path, ["nothing.jpg"], Originals()) == ()
 

@@ -83,13 +83,18 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     assert not list((tmp_path / "outputs").glob("*/*/*/*/last.ckpt"))
 
     assert "map_at_r" in dmlbench("aggregate", "configs=*gsp*")
-    assert f"{runs - 2} of {runs} runs are missing" in dmlbench("aggregate", code=1)
+    partly = dmlbench("aggregate")  # exit code 0: one config is complete
+    assert "aggregated: 1 of 2 configs" in partly and f"incomplete: 2 of {runs} runs" in partly
+    assert "FAILED" not in partly
+    assert "no config is complete" in dmlbench("aggregate", "configs=*untrained*", code=1)
+    left_out = dmlbench("table")
+    assert f"(incomplete: 2 of {runs} runs) is left out" in left_out and "(no training)" not in left_out
     dmlbench("aggregate", "allow_partial=true")
     aggregates = [json.loads(p.read_text()) for p in (tmp_path / "outputs").glob("*/*/*/aggregate.json")]
     assert sorted(a["n_collections"] for a in aggregates) == [1, collections]
     table = dmlbench("table", "allow_partial=true")
     assert "gsp" in table
-    assert "(untrained)" in table
+    assert "(no training)" in table
     assert (f"{collections} collections" if collections > 1 else "one collection") in table
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
     assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
@@ -105,14 +110,23 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     compared = dmlbench("table", "compare=[*/mlrc/*untrained*,*/mlrc/*-????????]", "metrics=[map_at_r]", code=1)
     assert "must match one config" in compared
     configs = sorted({path.parent.name for path in run_dirs(tmp_path)})
-    assert "2 pairs of runs" in dmlbench("table", f"compare=[*/*/{configs[0]},*/*/{configs[1]}]", "allow_partial=true")
+    compared = dmlbench("table", f"compare=[*/*/{configs[0]},*/*/{configs[1]}]", "allow_partial=true")
+    assert "2 pairs of runs" in compared
+    assert "written: outputs/tables/glyphs_collage-mlrc-differences.md, .csv, .tex" in compared
+    assert "2 pairs of runs" in (tmp_path / "outputs/tables/glyphs_collage-mlrc-differences.md").read_text()
     trained = next(p for p in run_dirs(tmp_path) if (p / "best.ckpt").exists())
     again = dmlbench("evaluate", f"run={trained}", "from_checkpoint=true", "device=cpu")
     assert again.count("as in result.json") == 7
 
     run_dirs(tmp_path)[1].joinpath("result.json").unlink()
-    gone = f"1 of {runs}" if "gsp" in run_dirs(tmp_path)[1].parent.name else f"{runs - 1} of {runs}"
-    assert f"{gone} runs are missing" in dmlbench("aggregate", code=1)
+    of_gsp = "gsp" in run_dirs(tmp_path)[1].parent.name
+    left = f"incomplete: {runs - 1 if of_gsp else 1} of {runs} runs"
+    assert left in dmlbench("aggregate", code=1 if of_gsp else 0)
+    damaged = next(run for run in run_dirs(tmp_path)[2:] if "gsp" in run.parent.name) / "result.json"
+    whole = damaged.read_text()
+    damaged.write_text(whole[:40])
+    assert "configs cannot be aggregated: " in dmlbench("aggregate", code=1)
+    damaged.write_text(whole)
     assert "nothing was removed" in dmlbench("clean", "*", "state=stale", code=1)
     assert "removed 1 runs" in dmlbench("clean", "*", "state=stale", "ask=false")
     assert len(run_dirs(tmp_path)) == runs + 1

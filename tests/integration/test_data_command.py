@@ -104,7 +104,7 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     assert "class1/1.jpg = class3/twin.jpg" in out
     assert "converted to RGB when read: 1 L" in out
     assert "smaller than 16 pixels: 1\n    class2/grey.png" in out
-    assert out.splitlines()[-1] == "folder is damaged: 1 of 14 images cannot be read; replace these files"
+    assert out.splitlines()[-1] == "1 of 14 images cannot be read; replace these files."
 
 
 def test_prepare_extracts_archives_and_verify_recognizes_a_subset(data: Command, tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_prepare_extracts_archives_and_verify_recognizes_a_subset(data: Command,
     assert "is there already" in data("prepare", "cub200", SUBSET)[0]
     out, _ = data("verify", "cub200", SUBSET)
     assert "looked at: 10 images" in out
-    assert out.splitlines()[-1].startswith("cub200 is readable, but not the benchmark of the papers")
+    assert out.splitlines()[-1] == "10 of 11,788 images are present, so scores do not compare with papers."
     _, error = data("verify", "cub200", code=1)
     assert "train 10 images of 5 classes" in error
-    assert "published are train 5,864 images" in error
+    assert "expected the published train 5,864 images" in error
 
 
 @pytest.mark.slow
@@ -140,16 +140,17 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
         path.parent.mkdir(exist_ok=True)
         os.link(tmp_path / "one", path)
     out, _ = data("verify", "cub200", "decode=false")
-    assert out.splitlines()[-1] == (
-        "cub200 is complete by its counts (images were not decoded): the benchmark of the papers"
-    )
+    assert out.splitlines()[-1] == "All 11,788 images are present; they were not decoded."
     Image.new("RGB", (8, 8)).save(tmp_path / "one", "png")  # all of them
-    found = "images rescaled to 8 x 8 pixels; images re-encoded as PNG"
+    found = "images rescaled to 8 x 8 pixels; images re-encoded (PNG)"
     for command in (("verify", "cub200", "decode=false"), ("stats", "cub200")):
         out, _ = data(*command)
         assert f"  not as published: {found}\n" in out
     out, _ = data("verify", "cub200", "decode=false")
-    assert out.splitlines()[-1] == f"cub200 is readable, but its images are not the published ones: {found}"
+    assert out.splitlines()[-1] == (
+        "All 11,788 images are present; they look rescaled to 8 x 8 pixels and re-encoded (PNG), so scores may not "
+        "compare with papers."
+    )
 
 
 @pytest.mark.parametrize(

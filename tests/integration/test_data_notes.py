@@ -67,7 +67,7 @@ def test_a_run_says_so_in_its_log_and_its_result(inside: Path, caplog: pytest.Lo
     result = json.loads((run_dir / "result.json").read_text())
     assert (result["data_notes"], result["n_query"], result["n_query_published"]) == (NOTES, 16, 5924)
     assert run_dir.parent.name == name
-    assert [f"cub200 is not as published: {note}" in caplog.text for note in NOTES] == [True] * 3
+    assert f"cub200 is not as published: {'; '.join(NOTES)}; scores may not compare with papers" in caplog.text
 
 
 def test_summaries_tables_comparisons_and_evaluations_say_so(inside: Path, command: Callable[..., str]) -> None:
@@ -87,7 +87,7 @@ def test_summaries_tables_comparisons_and_evaluations_say_so(inside: Path, comma
     assert json.loads((inside / "scores.json").read_text())["notes"][0] == SAID
 
 
-def test_the_picture_says_so_and_shows_failures_of_named_classes(
+def test_the_picture_says_so_and_shows_queries_of_named_classes_that_agree_with_the_scores(
     inside: Path, command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Figure] = []
@@ -110,10 +110,13 @@ def test_the_picture_says_so_and_shows_failures_of_named_classes(
     names = [[row[0].get_ylabel().replace("\n", " ") for row in gallery] for gallery in galleries]
     assert names[0] == names[1]
     assert all(name.startswith("10") and "Bird 10" in name for name in names[0])
-    scores = evaluate(load_embeddings(find_runs(inside / "out", "*gap*")[0].path / EMBEDDINGS).queries)
-    is_failure = [row[1].spines["left"].get_linestyle() == "--" for row in galleries[0]]
-    assert 0 < scores.scores["p_at_1"] < 1
-    assert sum(is_failure) >= 2
+    for pattern, gallery, panel in zip(("*gap*", "*gmp*"), galleries, np.ravel(bottom.subfigs), strict=True):
+        scores = evaluate(load_embeddings(find_runs(inside / "out", pattern)[0].path / EMBEDDINGS).queries).scores
+        right = [row[1].spines["left"].get_linestyle() == "-" for row in gallery]
+        assert abs(np.mean(right) - scores["p_at_1"]) <= 1 / 4
+        title = panel.get_suptitle().replace("\n", " ")
+        assert f"{sum(right)} of 4 queries right, P@1 {100 * scores['p_at_1']:.1f} %" in title
+    assert "about the same share right" in bottom.get_suptitle()
     assert (inside / "out" / "tables" / "cub200-mlrc.png").stat().st_size > 10_000
 
 

@@ -13,11 +13,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fenced_blocks import blocks
 from omegaconf import OmegaConf
 from PIL import Image
 from small_data_sets import role_of, write_cars196, write_cub200, write_inshop, write_photo, write_sop
@@ -41,19 +42,6 @@ PHOTOS = (
     *("transform.eval.resize=40", "transform.eval.crop=32"),
     *("sampler.classes_per_batch=2", "sampler.images_per_class=2"),
 )
-
-
-class Block(NamedTuple):
-    """A fenced block of a page: its language, the file that its title names, and its text."""
-
-    language: str
-    title: str
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    fenced = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', flags=re.DOTALL | re.MULTILINE)
-    return [Block(*each) for each in fenced.findall(page.read_text(encoding="utf-8"))]
 
 
 def pages(repository: Path) -> list[Path]:
@@ -271,7 +259,7 @@ def _links(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
-    for page in pages(repository):
+    for page in [*pages(repository), *(repository / "docs" / "tutorials").glob("*.md")]:
         for place, anchor in _links(page):
             target = page.parent / place if place else page
             assert target.is_file(), f"{page.name}: {place}"

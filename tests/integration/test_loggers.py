@@ -18,6 +18,7 @@ from PIL import Image
 from dmlbench import build as build_module
 from dmlbench import runner as run_module
 from dmlbench.experiment import Setup
+from dmlbench.identity import config_sha256, run_sha256
 from dmlbench.training.nearest_images import draw_nearest
 
 TINY = (
@@ -123,6 +124,16 @@ def test_tensorboard_has_the_history_and_pictures_of_an_interrupted_run(
         lines = [picture[top : top + height] for top in range(0, len(picture) - 4, height)]
         found = [next(i for i, page in enumerate(pages) if np.array_equal(page[:height], line)) for line in lines]
         assert len(set(found)) == 5
+
+
+def test_loggers_and_their_options_change_no_hash(tmp_path: Path) -> None:
+    plain = config(tmp_path)
+    logged = config(
+        tmp_path, "logger=[tensorboard,wandb,mlflow]", "logger.wandb.entity=team", "logger.wandb.tags=[a,b]",
+        "+logger.wandb.init.notes=second try", "logger.mlflow.tracking_uri=http://localhost:5000",
+    )  # fmt: skip
+    assert logged.logger.wandb.init.notes == "second try"
+    assert (config_sha256(logged), run_sha256(logged)) == (config_sha256(plain), run_sha256(plain))
 
 
 @pytest.mark.slow

@@ -42,7 +42,6 @@ reproduce:
     C2+GMP: dataset=glyphs backbone=resnet20_small pooling=gmp
     C2+DeLF: dataset=glyphs backbone=resnet20_small pooling=gap optim.lr=1e30
     C2+GSP: {needs: an exact solver}
-  hours_per_run: {device: a toy, glyphs: 0.5, upper_bound: true}
 """
 GRID = """
 reproduce:
@@ -129,17 +128,26 @@ def reproduce(capsys, *arguments: str, code: int = 0) -> tuple[str, str]:
     return out, error
 
 
-def test_what_is_missing_is_planned_with_its_cost_and_a_dry_run_runs_nothing(folder: Path, capsys) -> None:
+def test_a_dry_run_tells_states_comparability_and_time_and_runs_nothing(folder: Path, capsys) -> None:
     out, error = reproduce(capsys, "gsp/table2", *HALF, "--dry-run")
-    assert "2 configs, 4 runs: 4 missing\nto run here: 4, at most 2.00 hours as the experiment says on a toy\n" in out
-    assert "planning gsp/table2" in error
+    gap, gmp, total, *reasons, to_run, time_of_kind = out.splitlines()
+    assert gap.startswith("C2+GAP  glyphs/mlrc/resnet20_small-gap-contrastive-") and gap.endswith("  2 missing")
+    assert gmp.startswith("C2+GMP  glyphs/mlrc/resnet20_small-gmp-contrastive-")
+    assert total == "2 configs, 4 runs: 4 missing"
+    assert "will not be comparable with the paper: data set glyphs instead of cub200" in reasons
+    assert "will not be comparable with the paper: backbone resnet20_small instead of bn_inception" in reasons
+    assert to_run.startswith("to run here: 4, about ")
+    assert time_of_kind.startswith("  glyphs/mlrc/resnet20_small: 4 runs, about ")
+    assert time_of_kind.endswith(" per run (2 training steps and 1 embedding batch of C2+GAP)")
+    assert "planning gsp/table2" in error and "timing C2+GAP" in error
+    assert "training images" not in error
     assert not (folder / "out").exists()
 
 
 def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: Path, capsys) -> None:
     first = whole[1]
     assert "  8 not comparable\n" in first
-    assert "C2+GAP, C2+GMP: rows of one's own: " in first
+    assert "C2+GAP, C2+GMP: rows of your own experiment: " in first
     assert "; data set glyphs instead of cub200; backbone resnet20_small instead of bn_inception" in first
     tables = done / "out" / "tables" / "gsp"
     assert not (tables / "table2.csv").exists()  # what was asked for is a part of it
@@ -190,7 +198,7 @@ def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
     rows = ("dataset=cub200", "rows=C2+GAP,C2+DeLF", "fold=0")
     _, error = reproduce(capsys, "gsp/table2", *rows, code=1)
     assert sorted(run.state for run in find_runs("out")) == ["done"] * 4 + ["failed"]
-    assert "1 of 1 runs failed: " in error.splitlines()[-1]
+    assert "1 of 1 runs failed: C2+DeLF on glyphs, fold 0, repeat 0; " in error.splitlines()[-1]
     assert "training stopped at step" in error.splitlines()[-2]
     (written,) = (done / "out/tables/gsp").glob("table2-cub200-C2+DeLF,C2+GAP-*.csv")
     verdicts = {row["row"]: row["verdict"] for row in csv.DictReader(written.open())}
@@ -210,11 +218,30 @@ def test_rows_whose_weights_are_missing_are_listed_once_and_the_others_are_run(d
     _with_rows(done, {"C2+GAP": gone, "C2+DeLF": f"{gone} pooling=gmp", "C2+GMP": f"{small} pooling=gmp"})
     out, error = reproduce(capsys, "gsp/table2", "dataset=cub200", "fold=0", code=1)
     assert error.count("weights file 'gone.pth' is not there") == 1
-    assert error.splitlines()[-1].startswith("dmlbench: error: 2 of 3 runs were not begun: weights file 'gone.pth'")
+    assert error.splitlines()[-1].startswith("dmlbench: error: 2 of 3 runs did not start: weights file 'gone.pth'")
+    assert "run 1 of 1: C2+GMP on glyphs, fold 0, repeat 0\n" in error
     assert out.count("weights file 'gone.pth' is not there") == 1
     assert "  C2+GAP, C2+DeLF: weights file" in out
     assert error.count("training images of") == 1
     assert {run.state for run in find_runs("out")} == {"done"}
+
+
+def test_a_dry_run_fails_where_something_is_missing(folder: Path, capsys) -> None:
+    small = "dataset=glyphs backbone=resnet20_small fit.max_steps=1"
+    gone = f"{small} backbone.weights_file=gone.pth"
+    _with_rows(folder, {"C2+GAP": gone, "C2+DeLF": f"{gone} pooling=gmp", "C2+GMP": f"{small} fit.max_steps=-1"})
+    (folder / "file").touch()
+    line = ("gsp/table2", "dataset=cub200", "fold=0", "--dry-run")
+    out, error = reproduce(capsys, *line, code=1)
+    assert "to run here: 2\n  glyphs/mlrc/resnet20_small: 2 runs, time unknown: data or weights are missing\n" in out
+    assert "not planned: fit.max_steps: got -1" in out
+    last = error.splitlines()[-1]
+    assert last.startswith("dmlbench: error: 2 of 2 runs cannot start: fit.max_steps: got -1")
+    assert "weights file 'gone.pth' is not there" in last and last.endswith("(C2+GAP, C2+DeLF)")
+    _, error = reproduce(capsys, *line, "rows=C2+GAP", "paths.output_dir=file/out", code=1)
+    assert "paths.output_dir: got file/out, but " in error.splitlines()[-1]
+    out, _ = reproduce(capsys, *line, "rows=C2+GAP", "hydra/launcher=submitit_slurm")
+    assert "data, weights and time were not checked: the launcher uses other machines" in out
 
 
 ONE = ("gsp/table2", "dataset=cub200", "rows=C2+GAP")
@@ -243,7 +270,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     write_json(run / RESULT, {**read_result(run), "git_commit": "another"})
     _, error = reproduce(capsys, *ONE, code=2)
     assert "gsp/table2: MIXED CODE: " in error
-    assert "another (1 runs); allow_mixed=true" in error
+    assert "another (1 runs). Set allow_mixed=true" in error
     out, _ = reproduce(capsys, *ONE, "allow_mixed=true")
     assert "C2+GAP: MIXED CODE: " in out
     out, _ = reproduce(capsys, *ONE, "--dry-run")
@@ -255,16 +282,18 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     [
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
         ([], "name a table, such as dmlbench reproduce gsp/table2"),
-        (["oodml/table_s1", "rows=FID"], "oodml/table_s1 is made by commands: rows chooses nothing of it"),
+        (["oodml/table_s1", "rows=FID"], "rows: oodml/table_s1 is made by commands, which do not take it."),
         (["oodml/table_s1", "dataset=inshop"], "oodml/table_s1 has no command for dataset=inshop"),
         (["gsp/table2", "fold=7"], "fold: got 7, expected 0 to 1"),
         (["gsp/figure3"], "gsp/figure3 cannot be run: it needs tokens"),
         (["gsp/table2", "rows=C9*"], "rows: 'C9*' matches no row"),
-        (["gsp/table2", "rows=C2+GSP"], "nothing of what was asked for can be run (C2+GSP: needs an exact solver)"),
+        (["gsp/table2", "rows=C2+GSP"], "no requested row can be run (C2+GSP: needs an exact solver)."),
         (["gsp/table2", "--shard", "5/4"], "shard: got 5/4, expected i/n"),
         (["gsp/table2", "gsp/table3"], "name the table once"),
-        (["-m", "gsp/table2"], "leave -m out"),
+        (["-m", "gsp/table2"], "Leave -m out."),
         (["mine", "rows=a"], "mine has no rows by name"),
+        (["gsp/table2", "tune=maybe"], "tune: got maybe, expected true or false."),
+        (["gsp/table2", "fold=a"], "fold[0]: got a, expected a whole number."),
         (["gsp/table2", *HALF, "fit.max_step=1"], "has no key 'fit.max_step': did you mean 'max_steps'"),
     ],
 )  # fmt: skip
@@ -298,23 +327,24 @@ def test_runs_of_other_processes_are_skipped_and_named(done: Path, capsys) -> No
         out, error = reproduce(capsys, *ONE)
     assert "training images" not in error
     assert error.count("skipped: ") == 1 and f"{run}" in error
-    assert f"left to the processes that have them: 1 runs ({run})" in out
+    assert f"running in other processes: 1 runs ({run})" in out
     out, error = reproduce(capsys, *ONE)
-    assert "left to the processes" not in out
+    assert "running in other processes" not in out
     assert error.count("training images of") == 1
 
 
 @pytest.mark.slow
 def test_a_grid_is_a_table_with_its_additional_configs(done: Path, capsys) -> None:
     out, _ = reproduce(capsys, "mine", "--shard", "2/2", "--dry-run")
-    assert "3 configs, 6 runs: 2 missing, 4 done\nto run here: 1, about 0.00 hours measured here\n" in out
+    assert "3 configs, 6 runs: 2 missing, 4 done\nto run here: 1, about 1 s\n" in out
+    assert "untrained: 1 runs, about 1 s per run (1 embedding batch of pooling=gmp fit.max_steps=0)" in out
     out, error = reproduce(capsys, "mine", "fold=0")
     assert error.count("training images of") == 1
     text = (done / "out/tables/mine.md").read_text()
     assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| g")] == [
-        *("| gmp (untrained)", "| gap", "| gmp")
+        *("| gmp (no training)", "| gap", "| gmp")
     ]
-    assert "gmp (untrained): PARTIAL: 1 of 2 runs" in text
+    assert "gmp (no training): PARTIAL: 1 of 2 runs" in text
 
 
 def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Path, capsys, monkeypatch) -> None:
@@ -334,7 +364,7 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
     assert out.count("to run: dmlbench oodml distances train=") == 6
     assert not started
     _, error = reproduce(capsys, "oodml/table_s2", "device=cpu", code=1)
-    assert "ended with exit code 1; start the same command again to resume" in error
+    assert "ended with exit code 1. The same command resumes." in error
     out, _ = reproduce(capsys, "oodml/table_s2", "device=cpu")
     assert out.count("] done: ") == 2 and len(started) == 3 + 4
     assert all("device=cpu" in words for words in started)
@@ -423,7 +453,7 @@ def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Pat
     out, _ = reproduce(capsys, "tuned")
     assert "3 configs, 36 runs: 36 done" in out
     for metric in ("P@1", "MAP@R"):
-        assert f"glyphs, {metric}: cannot be told apart from Contrastive: " in out
+        assert f"glyphs, {metric}: no significant difference from Contrastive: " in out
     config = read_config(find_runs("out", "glyphs/mlrc/*triplet*")[0].path / "config.yaml")
     assert (config["optim"]["lr"], config["loss"]["margin"]) == (found["optim.lr"], found["loss.margin"])
     tables = folder / "out" / "tables"

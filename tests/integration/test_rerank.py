@@ -104,7 +104,7 @@ def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> Non
     assert all(found["gap"]) and [entry is None for entry in found[names[1]]] == [False, False, True, True]
     assert found[names[1]][:2] != found["gap"][:2]
     text = table.to_text()
-    assert f"{names[1]}: RE-RANKED: DIML" in text and "gap: RE-RANKED" not in text
+    assert f"{names[1]}, {names[2]}: RE-RANKED: DIML" in text and "gap: RE-RANKED" not in text
     assert "separated (128-D)" in text and "concatenated (256-D)" in text
 
 

@@ -1,5 +1,6 @@
 """Sweeps that share a grid, in real processes; and what they say of the jobs that failed."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from dmlbench.cli.errors import guarded
 from dmlbench.cli.hydra_command import raise_failures
+from dmlbench.cli.progress import Progress
 from dmlbench.results.store import RESULT, find_runs, locked
 from dmlbench.types import ConfigError, RunError
 
@@ -76,3 +78,41 @@ def test_every_failed_job_is_named_by_its_own_overrides(capsys) -> None:
     assert "2 of 3 runs failed: loss=b; loss=c;" in error.splitlines()[-1]
     assert guarded(lambda: raise_failures(_ended(a=ConfigError("too small")))) == 2
     raise_failures(_ended(a=None))
+
+
+def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Path, command, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DMLBENCH_OUTPUT", "out")
+    monkeypatch.setenv("DMLBENCH_CACHE", str(tmp_path / "cache"))
+    command("train", *TINY)
+    out = command("train", "-m", *TINY, "pooling=gap,gmp", "fold=0,1", "--dry-run")
+    gap, gmp, total, to_run, *times = out.splitlines()
+    assert gap.startswith("pooling=gap  glyphs/mlrc/resnet20_small-gap-") and gap.endswith("  1 done, 1 missing")
+    assert gmp.startswith("pooling=gmp  ") and gmp.endswith("  2 missing")
+    assert total == "2 configs, 4 runs: 1 done, 3 missing"
+    assert to_run.startswith("to run here: 3, about ")
+    means = {"mean of complete runs)", "mean of complete runs of this kind)"}
+    assert {line.partition("(")[2] for line in times} == means
+    assert len(find_runs("out")) == 1
+    error = command("train", "dataset=cub200", "paths.data_dir=nowhere", "--dry-run", code=1)
+    assert "1 of 1 runs cannot start: " in error and "nowhere" in error
+    error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=2)
+    assert error.splitlines()[-1] == "dmlbench: error: fold: got 9, expected 0 to 3, the folds of the protocol."
+    error = command("train", *TINY, "protocol=two_stage", "protocol.stage=2", "--dry-run", code=1)
+    assert "run stage 1 first: out/glyphs/two_stage/" in error
+
+
+def test_each_run_of_a_sweep_starts_with_its_position_and_the_remaining_time(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO, "dmlbench")
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    progress = Progress(["a", "b", "c", "d"], started=now)
+    progress.log_start(0)
+    progress.skipped += 1  # complete
+    now += 5
+    progress.log_start(1)
+    now += 600
+    progress.log_start(2)
+    assert [record.message for record in caplog.records] == [
+        "run 1 of 4: a", "run 2 of 4: b (5 s elapsed)", "run 3 of 4: c (10 min elapsed, about 20 min remaining)",
+    ]  # fmt: skip

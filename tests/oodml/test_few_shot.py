@@ -310,7 +310,7 @@ def test_a_table_has_both_scores_and_the_gain_of_every_run() -> None:
     text = table.to_markdown()
     assert "| gap | 0 (0) | 0 | 45.00 ± 5.00 | 55.00 ± 5.00 | 25.00 ± 25.00 |" in text
     assert "| gap | 1 (10) | 0 | 10.00 ± 10.00 | 35.00 ± 5.00 | undefined |" in text
-    assert "- gap, fold1_rep0: SELECTED ON TEST" in text and "over 2 episodes" in text
+    assert "- gap (fold1_rep0): SELECTED ON TEST" in text and "over 2 episodes" in text
     frame = pd.read_csv(io.StringIO(table.to_csv()))
     assert frame["gain_mean"].tolist() == pytest.approx([0.25, np.nan, 0.3], nan_ok=True)
     assert frame["few_shot_std"].tolist() == pytest.approx([0.05, 0.05, 0.05])

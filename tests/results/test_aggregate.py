@@ -102,8 +102,8 @@ def test_summaries_of_shortlists_say_that_collections_rank_everything(tmp_path) 
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        (((1, 2), (3, 0)), r"2 of 12 runs are missing \(fold1_rep2, fold3_rep0\)"),
-        (ALL, "no complete run"),
+        (((1, 2), (3, 0)), r"incomplete: 10 of 12 runs, without fold1_rep2, fold3_rep0\. Run the missing ones, or set"),
+        (ALL, "incomplete: no complete run"),
         ((), r"differ in dataset_fingerprint \(f in fold0_rep0, other in fold3_rep2\)"),
     ],
 )

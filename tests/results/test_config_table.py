@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dmlbench.results.config_table import config_labels, gains_over_frozen, make_table
+from dmlbench.results.config_table import config_labels, differing_settings, gains_over_frozen, make_table
+from dmlbench.results.shared_settings import shared_settings
 from dmlbench.results.table import summarize_tables
 from dmlbench.types import DataError
 
@@ -49,8 +50,30 @@ def test_scores_are_percent_with_two_decimals_and_the_best_is_marked() -> None:
 
 def test_scores_that_print_alike_are_all_best_and_a_single_row_has_none() -> None:
     assert "**" not in _table(_summary(0.5, None)).to_markdown()
+    assert "- percent\n" in _table(_summary(0.5, None)).to_markdown()
+    assert "*" not in _table(_summary(0.5, None)).to_text()
     text = _table(_summary(0.500001, None), _summary(0.5, None)).to_markdown()
     assert text.count("**50.00**") == 4
+    assert "- percent; best of each column in bold\n" in text
+
+
+def test_concatenations_of_one_model_and_columns_without_values_are_left_out() -> None:
+    one_fold = _summary(0.5, None, dimension={"separated": 128, "concatenated": 128})
+    assert [kind for kind, _ in _table(one_fold, one_fold).columns] == ["separated (128-D)"] * 2
+    of_queries = {"p_at_1": {"mean": 0.5, "std": None}}
+    clustered = _summary(0.5, None, scores={"separated": {**of_queries, "nmi": {"mean": 0.1, "std": None}},
+                                            "concatenated": of_queries})  # fmt: skip
+    table = make_table("t", [clustered], ["a"], ["p_at_1", "nmi"])
+    assert table.columns == [
+        ("separated (128-D)", "P@1"), ("separated (128-D)", "NMI"), ("concatenated (512-D)", "P@1")
+    ]  # fmt: skip
+    assert len(table.higher_is_better) == 3
+    one_run = {"best": of_queries, "mean": of_queries}
+    only = _summary(0.5, None, scores=one_run, n_runs=1, n_collections=None)
+    several = _summary(0.5, None, scores=one_run, n_collections=None)
+    assert make_table("t", [only], ["a"], ["p_at_1"]).columns == [("mean", "P@1")]
+    assert make_table("t", [only, several], ["a", "b"], ["p_at_1"]).columns == [("best", "P@1"), ("mean", "P@1")]
+    assert "1 run, hence no std" in make_table("t", [only], ["a"], ["p_at_1"]).to_text()
 
 
 def test_notes_say_which_numbers_rest_on_shortlists() -> None:
@@ -80,6 +103,10 @@ def test_partial_table_says_on_how_many_runs_it_rests_and_prints_no_std() -> Non
     partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1, n_skipped_queries=7)
     text = _table(_summary(0.5, 0.01), partial).to_text()
     assert "row_1: PARTIAL: 3 of 12 runs, without fold3_rep0; one collection, hence no std" in text
+    many = partial | {"missing": [f"fold{i}_rep2" for i in range(9)]}
+    text_of_many = _table(_summary(0.5, 0.01), many, many).to_text()
+    said = "PARTIAL: 3 of 12 runs, without fold0_rep2, fold1_rep2, fold2_rep2, fold3_rep2 and 5 more; one collection"
+    assert f"row_1, row_2: {said}" in text_of_many  # rows with the same facts share a line
     assert "40.00 " in text and "7 without a positive left out" in text
     assert "40.00 ±" not in text
 
@@ -105,39 +132,51 @@ def test_a_latex_caption_leaves_out_no_caution() -> None:
     table = _table(partial, _summary(0.5, None, search="shortlist@100", data_notes=["a subset: 1 of 2 images"]))
     (caption,) = [line for line in table.to_latex().splitlines() if line.startswith(r"\caption")]
     assert caption == (
-        r"\caption{glyphs under mlrc, percent; best of each column in bold. "
+        r"\caption{glyphs under mlrc, percent. "
         r"row\_0: PARTIAL: 3 of 12 runs; SELECTED ON TEST: the validation set is the test set. "
         r"row\_1: NOT THE PUBLISHED DATA: a subset: 1 of 2 images; "
         r"APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query.}"
     )
-    assert "caption{glyphs under mlrc, percent; best of each column in bold.}" in _table(_summary(0.5, None)).to_latex()
+    assert r"\caption{glyphs under mlrc, percent.}" in _table(_summary(0.5, None)).to_latex()
 
 
 def test_labels_name_only_what_differs() -> None:
     def config(pooling: str, **config: object):
         return {"backbone": "r", "pooling": pooling, "loss": "l"}, {"fit.max_steps": 9, "optim.lr": 1.0} | config
 
-    assert config_labels([config("gap"), config("gsp")]) == (["gap", "gsp"], [])
+    assert config_labels([config("gap"), config("gsp")]) == (["gap", "gsp"], [{}, {}])
     with_rates = [config("gap"), config("gap", **{"optim.lr": 2.0}), config("gap", **{"fit.max_steps": 0})]
-    assert config_labels(with_rates) == (["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (untrained)"], [])
+    assert config_labels(with_rates) == (["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (no training)"], [{}] * 3)
     with_steps = [config("gap", **{"fit.max_steps": steps}) for steps in (3, 6)]
-    assert config_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [])
+    assert config_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [{}, {}])
     with_data = [config("gap", **{"loss.num_classes": 39, "loss.m": 0.4}), config("gap", **{"loss.num_classes": 40})]
-    assert config_labels(with_data) == (["gap loss.m=0.4", "gap"], [])
+    assert config_labels(with_data) == (["gap loss.m=0.4", "gap"], [{}, {}])
     with_null = [config("gap", **{"fit.patience": patience}) for patience in (None, 5)]
-    assert config_labels(with_null) == (["gap", "gap fit.patience=5"], [])
+    assert config_labels(with_null) == (["gap", "gap fit.patience=5"], [{}, {}])
     of_two = [config("gap", **{"fit.patience": None}), config("gsp", **{"fit.patience": 5})]
-    assert config_labels(of_two) == (["gap", "gsp"], ["fit.patience: null (gap); 5 (gsp)"])
+    assert config_labels(of_two) == (["gap", "gsp"], [{"fit.patience": "null"}, {"fit.patience": "5"}])
 
 
-def test_a_regularizer_names_rows_that_nothing_else_tells_apart() -> None:
+def test_labels_without_training_name_no_loss() -> None:
+    def config(pooling: str, loss: str, steps: int, **config: object):
+        return {"pooling": pooling, "loss": loss}, {"fit.max_steps": steps} | config
+
+    pairs = [config("gap", "c", 0), config("gmp", "c", 0), config("gap", "c", 9), config("gmp", "p", 9)]
+    assert config_labels(pairs)[0] == ["gap (no training)", "gmp (no training)", "gap c", "gmp p"]
+    of_losses = [config("gap", "c", 0), config("gap", "c", 9), config("gap", "p", 9)]
+    assert config_labels(of_losses)[0] == ["(no training)", "c", "p"]
+    two = [config("gap", "c", 0), config("gap", "p", 0)]  # which only the loss distinguishes
+    assert config_labels(two)[0] == ["c (no training)", "p (no training)"]
+
+
+def test_a_regularizer_names_rows_that_nothing_else_distinguishes() -> None:
     def config(pooling: str, regularizer: str) -> tuple[dict[str, str], dict[str, float]]:
         weight = {} if regularizer.lower() == "none" else {f"regularizer.{regularizer}.weight": 0.1}
         return {"pooling": pooling, "regularizer": regularizer}, {"fit.max_steps": 9, **weight}
 
     pairs = [("gap", "None"), ("gsp", "none"), ("gsp", "zsr"), ("gsp", "xml"), ("vlad", "xml")]
     configs = [config(*pair) for pair in pairs]
-    assert config_labels(configs) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [])
+    assert config_labels(configs) == (["gap", "gsp", "gsp zsr", "gsp xml", "vlad xml"], [{}] * 5)
     assert config_labels([config("gap", "None"), config("gsp_zsr", "zsr")])[0] == ["gap", "gsp_zsr"]
 
 
@@ -149,41 +188,75 @@ def test_lists_ranked_again_are_said_behind_the_name() -> None:
 
     labels, notes = config_labels([config(None), config(100), config(10), config(10, **{"fit.max_steps": 0})])
     ours = "gap (DIML, 4 x 4, first {})"
-    assert labels == ["gap", ours.format(100), ours.format(10), ours.format(10) + " (untrained)"]
-    assert notes == []
+    assert labels == ["gap", ours.format(100), ours.format(10), ours.format(10) + " (no training)"]
+    assert notes == [{}] * 4
     assert config_labels([config(100), config(100, **{"rerank.temperature": 0.1})])[0] == [
         ours.format(100), "gap rerank.temperature=0.1 (DIML, 4 x 4, first 100)"
     ]  # fmt: skip
 
 
-def test_settings_that_labels_hide_are_noted() -> None:
+def test_settings_that_labels_hide_are_named_in_a_note_with_values_in_the_csv() -> None:
     def config(pooling: str, steps: int, **config: object):
         choices = {"backbone": "r", "pooling": pooling, "loss": "l"}
         return choices, {"fit.max_steps": steps, "pooling.p": len(pooling), "loss.m": 0.1} | config
 
-    labels, notes = config_labels([config("gap", 300), config("gmean", 100), config("gap", 0)])
-    assert labels == ["gap", "gmean", "gap (untrained)"]
-    assert notes == ["fit.max_steps: 300 (gap); 100 (gmean)"]
-    labels, notes = config_labels([config("gap", 9), config("gmean", 9, **{"loss.m": 0.2}), config("gmean", 9)])
+    labels, settings = config_labels([config("gap", 300), config("gmean", 100), config("gap", 0)])
+    assert labels == ["gap", "gmean", "gap (no training)"]
+    assert settings == [{"fit.max_steps": "300"}, {"fit.max_steps": "100"}, {}]
+    labels, settings = config_labels([config("gap", 9), config("gmean", 9, **{"loss.m": 0.2}), config("gmean", 9)])
     assert labels == ["gap", "gmean loss.m=0.2", "gmean loss.m=0.1"]
-    assert notes == ["loss.m: 0.1 (gap, gmean loss.m=0.1); 0.2 (gmean loss.m=0.2)"]
+    assert settings == [{"loss.m": "0.1"}, {"loss.m": "0.2"}, {"loss.m": "0.1"}]
     summary = _summary(0.5, None)
-    table = make_table("t", [summary, summary], ["a", "b"], ["p_at_1"], differing=["fit.max_steps: 3 (a); 6 (b)"])
-    assert "DIFFERENT SETTINGS: fit.max_steps: 3 (a); 6 (b)" in table.to_text()
+    own = [{"fit.max_steps": "3", "optim.lr": "1"}, {"fit.max_steps": "6", "optim.lr": "2"}, {}]
+    table = make_table("t", [summary] * 3, ["a", "b", "c"], ["p_at_1"], settings=own)
+    note = "Rows also differ in fit.max_steps, optim.lr (values: column settings of the CSV)"
+    assert all(note in text for text in (table.to_text(), table.to_markdown()))
+    assert table.to_frame()["settings"].tolist() == ["fit.max_steps=3; optim.lr=1", "fit.max_steps=6; optim.lr=2", ""]
+    many = [{f"loss.{letter}": "1" for letter in "abcde"}, {"optim.lr": "1"}]
+    assert differing_settings(many) == ["Rows also differ in 5 settings of loss, optim.lr"]
+    assert differing_settings([{}, {}]) == []
 
 
-def test_settings_that_are_not_those_of_their_option_are_noted() -> None:
+def test_settings_that_are_not_those_of_their_option_are_settings_of_the_row_or_shared() -> None:
     configs = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
-    labels, notes = config_labels(configs, [{}, {"pooling.m": "by hand"}])
-    assert labels == ["gap", "gsp"]
-    assert notes == ["pooling.m: 7 (gsp), by hand"]
-    alike = [*configs, ({"pooling": "gsp_zsr"}, {"pooling.m": 7})]
-    assert config_labels(alike, [{}, *[{"pooling.m": "by hand"}] * 2])[1] == ["pooling.m: 7 (gsp, gsp_zsr), by hand"]
+    by_hand = {"pooling.m": "by hand"}
+    assert config_labels(configs, [{}, by_hand]) == (["gap", "gsp"], [{}, {"pooling.m": "7 (by hand)"}])
     two = [*configs, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
-    assert config_labels(two, [{}, {"pooling.m": "by hand"}, {"pooling.m": "by hand"}]) == (
-        ["gap", "gsp pooling.m=7", "gsp pooling.m=9"],
-        [],
+    assert config_labels(two, [{}, by_hand, by_hand]) == (["gap", "gsp pooling.m=7", "gsp pooling.m=9"], [{}] * 3)
+    alike = [({"pooling": pooling}, {"pooling.m": 7}) for pooling in ("gsp", "gsp_zsr")]  # which the caption says
+    assert config_labels(alike, [by_hand, by_hand])[1] == [{}, {}]
+
+
+def _stored(pooling: str, steps: int, **choices: str) -> dict[str, Any]:
+    return {
+        "backbone": {"pretrained": True, "frozen_until": "all", "weights_file": None},
+        "pooling": {"m": 7}, "sampler": {"classes_per_batch": 8, "images_per_class": 4}, "feature_cache": {"views": 8},
+        "optim": {"lr": 0.001, "weight_decay": None}, "fit": {"max_steps": steps, "patience": 5},
+        "runtime": {
+            "image_size": [64, 48], "embedding_size": 128,
+            "choices": {"backbone": "net", "pooling": pooling, "loss": "contrastive", "miner": "None"} | choices,
+        },
+    }  # fmt: skip
+
+
+def test_the_caption_says_what_all_rows_and_all_trained_rows_share() -> None:
+    trained = [_stored("gap", 3000), _stored("gsp", 3000)]
+    of_all = "net backbone (frozen), 64 x 48 pixels in 8 cached views, 128-D embeddings"
+    of_trained = "contrastive loss, batches of 8 classes x 4 images, learning rate 0.001, at most 3,000 steps"
+    assert shared_settings(trained, [{}, {}]) == f"All rows: {of_all}, {of_trained}."
+    with_frozen = [*trained, _stored("gap", 0, loss="triplet")]
+    assert shared_settings(with_frozen, [{}] * 3) == f"All rows: {of_all}. Trained rows: {of_trained}."
+    changed = [{"pooling.m": "by hand", "optim.lr": "by hand"}, {}]
+    assert shared_settings(trained, changed) == f"All rows: {of_all}, pooling.m=7, {of_trained}."
+    assert shared_settings([_stored("gap", 9)], [{}]).startswith("net backbone (frozen), ")
+    assert shared_settings([_stored("gap", 9, backbone="a"), _stored("gsp", 9, loss="x")], [{}, {}]) == (
+        "All rows: 64 x 48 pixels in 8 cached views, 128-D embeddings, batches of 8 classes x 4 images, "
+        "learning rate 0.001, at most 9 steps."
     )
+    table = make_table("t", [_summary(0.5, None)], ["a"], ["p_at_1"], shared="All rows: net backbone.")
+    assert table.to_text().startswith("t: All rows: net backbone.\n")
+    assert "### t\nAll rows: net backbone.\n" in table.to_markdown()
+    assert r"\caption{t, percent. All rows: net backbone.}" in table.to_latex()
 
 
 def test_class_distances_are_printed_as_they_are_and_none_is_best() -> None:
@@ -234,7 +307,7 @@ def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
         summary("learned_whitening", 0.22, val=0.1, dimension=128),
     ]
     gains = gains_over_frozen(rows, ["p_at_1", "map_at_r"])
-    assert gains["frozen"] == ["all"] * 5
+    assert "frozen" not in gains  # the same in all rows, which the caption says
     assert gains["trained"] == ["163,840", "0", "0", "0", "0"]
     assert gains["MAP@R over frozen"] == ["+5.0", "+0.0", "+3.0", "+6.0", "+2.0"]
     assert gains["over whitened"] == ["+3.0", "-6.0", "-3.0", "+0.0", "+0.0"]

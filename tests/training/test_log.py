@@ -4,6 +4,7 @@ import logging
 import random
 import resource
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ import torch
 from PIL import Image
 
 from dmlbench.runtime import random_state
-from dmlbench.training.log import History, TensorBoardLogger, WandbLogger, read_history
-from dmlbench.types import RunError
+from dmlbench.training.log import History, MlflowLogger, TensorBoardLogger, WandbLogger, read_history
+from dmlbench.types import ConfigError, RunError
 
 
 def test_history_is_cut_back_to_the_checkpoint_on_a_resume(tmp_path) -> None:
@@ -130,7 +131,10 @@ def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypat
     torch.manual_seed(0)
     before = random_state()
     for first, last in ((0, 4), (2, 5)):  # killed after step 4, whose checkpoint was that of step 2
-        logger = WandbLogger(run_dir=run_dir, run_id="0123abcd", configuration="pooling: {name: gsp}\n")
+        logger = WandbLogger(
+            run_dir=run_dir, run_id="0123abcd", configuration="pooling: {name: gsp}\n", entity="team", tags=["a", "b"],
+            init={"notes": "second try", "job_type": "baseline", "settings": {"x_label": "one"}},
+        )  # fmt: skip
         logger.start(first)
         for step in range(first + 1, last + 1):
             logger.log(step, {"train/loss": 1 / step})
@@ -153,6 +157,8 @@ def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypat
                     *("0123abcd", "gsp-1234", "dmlbench"),
                 )
                 assert record.run.display_name == "glyphs/mlrc/gsp-1234/fold2_rep1"
+                assert (record.run.entity, list(record.run.tags)) == ("team", ["a", "b"])
+                assert (record.run.notes, record.run.job_type) == ("second try", "baseline")
                 assert '{"name":"gsp"}' in [item.value_json for item in record.run.config.update]
             elif kind == "history":
                 values = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item
@@ -170,6 +176,52 @@ def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypat
     assert exits == [1, "scores", 0]  # the first was left undone
     (written,) = run_dir.glob("wandb/offline-run-*/files/media/images/val/*.png")
     assert np.array_equal(np.asarray(Image.open(written)), picture)
+
+
+@pytest.mark.parametrize(("name", "message"), [("note", "did you mean 'notes'"), ("project", "init.project is not")])
+def test_an_argument_that_wandb_does_not_take_here_is_an_error(tmp_path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WandbLogger(run_dir=tmp_path, run_id="1", configuration="", init={name: "x"})
+
+
+@pytest.mark.slow
+def test_mlflow_resumes_one_run_in_a_local_database(tmp_path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="extra mlflow")
+    run_dir = tmp_path / "out put" / "glyphs" / "mlrc" / "gsp-1234" / "fold2_rep1"
+    run_dir.mkdir(parents=True)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    before = str(random_state())
+    client = mlflow.MlflowClient(uri)
+    for first, last in ((0, 4), (2, 5)):  # killed after step 4, whose checkpoint was that of step 2
+        logger = MlflowLogger(
+            run_dir=run_dir, run_id="0123abcd", configuration="pooling: {name: gsp}\n", tracking_uri=uri
+        )
+        logger.start(first)
+        for step in range(first + 1, last + 1):
+            logger.log(step, {"train/loss": 1 / step})
+        if last == 5:
+            logger.image(5, "val/nearest", picture)
+            logger.summary(5, {"test/map_at_r": 0.25})
+        logger.close()
+        (run,) = client.search_runs([client.get_experiment_by_name("dmlbench").experiment_id])
+        assert run.info.status == ("FINISHED" if last == 5 else "FAILED")
+    assert str(random_state()) == before
+    assert run.info.run_name == "glyphs/mlrc/gsp-1234/fold2_rep1"
+    assert run.data.tags["run_id"] == "0123abcd"
+    points = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert set(points) == {(step, 1 / step) for step in range(1, 6)}  # what is logged twice is the same
+    assert run.data.metrics["final/test/map_at_r"] == 0.25
+    (written,) = (tmp_path / "out put" / "mlartifacts").rglob("config.yaml")
+    assert written.read_text() == "pooling: {name: gsp}\n"
+    (written,) = (tmp_path / "out put" / "mlartifacts").rglob("*.png")
+    assert np.array_equal(np.asarray(Image.open(written).convert("RGB")), picture)
+
+
+def test_mlflow_that_is_not_installed_is_an_error_before_data_are_read(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match=r"Install dmlbench\[mlflow\]"):
+        MlflowLogger(run_dir=tmp_path, run_id="1", configuration="", tracking_uri="sqlite:///x.db")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,24 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.external_files import load_yaml
 from dmlbench.identity import config_settings
 from dmlbench.results import store
-from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
+from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, missing_runs, read_aggregate
 from dmlbench.results.caveats import IMPORTED, by_fact, by_row, caveats
 from dmlbench.results.collections import PairedDifference, holm, paired_difference
-from dmlbench.results.config_table import NAMING_GROUPS, check_metrics, config_labels, make_table
+from dmlbench.results.config_table import IMPORTED as LABEL_OF_IMPORTED
+from dmlbench.results.config_table import (
+    NAMING_GROUPS,
+    NO_TRAINING,
+    check_metrics,
+    config_labels,
+    differing_settings,
+    make_table,
+)
 from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
+from dmlbench.results.shared_settings import shared_settings
 from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
-from dmlbench.types import ConfigError, RunError, flatten
+from dmlbench.training.fit import HISTORY
+from dmlbench.types import ConfigError, DmlbenchError, RunError, flatten
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +52,8 @@ class ConfigSummary:
     runs: tuple[RunInfo, ...]
     summary: dict[str, Any]  # of ``aggregate_config``
     label: str
-    differing: tuple[str, ...] = ()  # notes on settings in which the configs of its table differ beyond their labels
+    settings: Mapping[str, str] = field(default_factory=dict)  # that differ in its table and that no label says
+    shared: str = ""  # settings that its whole table shares, in words
 
     @property
     def complete(self) -> list[Path]:
@@ -57,67 +68,116 @@ def asked_columns(spec: EvaluationSpec) -> list[str]:
 
 
 def find_configs(
-    output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False
-) -> dict[tuple[str, str], list[ConfigSummary]]:
+    output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False,
+    left_out: dict[Path, str] | None = None,
+) -> dict[tuple[str, str], list[ConfigSummary]]:  # fmt: skip
     """Aggregated configs by (data set, protocol), trained ones first.
 
-    Requested scores that a summary lacks are computed and kept.
+    Requested scores that a summary lacks are computed and kept. Configs that lack runs are left out with a warning,
+    unless ``allow_partial`` takes them.
+
+    Args:
+        left_out: gets every config that is left out with the reason, also those that cannot be read; these raise the
+            error if this is None.
+
+    Raises:
+        RunError: no config is complete; a config is not aggregated.
     """
     configs = store.runs_by_config(store.find_runs(output_dir, pattern))
     if not configs:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
     grouped: dict[tuple[str, str], list[Found]] = {}
+    incomplete = ""
     for path, runs in configs.items():
-        if allow_partial and not any(run.state == "done" for run in runs):
-            log.warning("%s has no complete run and is left out", path)
+        try:
+            reason = _incomplete(path, runs, allow_partial=allow_partial)
+            if not reason:
+                if left_out is not None:
+                    _require_readable([run.path for run in runs if run.state == "done"])
+                summary = _summary(output_dir, path, runs, spec, allow_partial=allow_partial)
+        except DmlbenchError as error:
+            if left_out is None:
+                raise
+            reason = f"{path} ({error})"
+        if reason:
+            incomplete = reason
+            log.warning("%s is left out", reason)
+            if left_out is not None:
+                left_out[path] = reason
             continue
-        summary = read_aggregate(path)
-        if summary is None or not is_current(path, summary):
-            how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
-            raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
-        if summary["missing"] and not allow_partial:
-            raise RunError(f"{path} lacks {', '.join(summary['missing'])}. Run them or set allow_partial=true.")
-        if not has_scores(summary, spec):
-            summary = aggregate_config(
-                runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=sys.stderr.isatty()
-            )
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
-        raise RunError(f"no config that matches '{pattern}' has a complete run; `dmlbench status` tells what happened")
+        raise RunError(
+            f"no config that matches '{pattern}' is complete and readable: {incomplete}; `dmlbench status` lists them"
+        )
     return named_configs(grouped)
+
+
+def _summary(
+    output_dir: str, path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool
+) -> dict[str, Any]:
+    """The summary of a config's present runs, with the scores of ``spec``."""
+    summary = read_aggregate(path)
+    if summary is None or not is_current(path, summary):
+        how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
+        raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
+    if has_scores(summary, spec):
+        return summary
+    progress = sys.stderr.isatty()
+    return aggregate_config(runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=progress)
+
+
+def _require_readable(run_dirs: Sequence[Path]) -> None:
+    """Raise DmlbenchError unless what a report reads of complete runs is sound, and their modules are found."""
+    for run_dir in run_dirs:
+        read_config(run_dir / store.CONFIG)
+        store.require_own_files(run_dir, store.read_result(run_dir), (HISTORY,))
+        try:
+            if (path := run_dir / store.PER_QUERY).exists():
+                pd.read_csv(path, usecols=["id", "label"], nrows=1)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} is damaged ({error}). Remove (`dmlbench clean`) and repeat the run.") from error
+    store.require_own_files(run_dirs[0], store.read_result(run_dirs[0]))
+    distance_of_run(run_dirs[0])
+
+
+def _incomplete(path: Path, runs: Sequence[RunInfo], *, allow_partial: bool) -> str:
+    """How many runs a config has, if it must be left out; else empty."""
+    done = [run for run in runs if run.state == "done"]
+    if not done:
+        return f"{path} (incomplete: no complete run)"
+    if allow_partial:
+        return ""
+    count = len(missing_runs([(run.fold, run.repeat) for run in done], store.read_result(done[0].path)))
+    return f"{path} (incomplete: {len(done)} of {len(done) + count} runs)" if count else ""
 
 
 def named_configs(
     grouped: Mapping[tuple[str, str], list[Found]], rows: Mapping[Path, str] | None = None
 ) -> dict[tuple[str, str], list[ConfigSummary]]:
-    """Label configs by (data set, protocol), trained ones first.
+    """Label configs by (data set, protocol), those without training first.
 
     Args:
-        rows: labels by a config's folder, which are kept, as is the order. Differing settings that the rows' own
-            overrides or recipe set are not noted.
+        rows: labels by a config's folder, which are kept, as is the order.
     """
     result = {}
     for key, everything in grouped.items():
         found = [ConfigSummary(path, tuple(runs), summary, "") for path, runs, summary in everything]
-        labels, differing = labels_of_runs([(config.complete[0], config.summary["choices"]) for config in found])
+        examples = [(config.complete[0], config.summary["choices"]) for config in found]
+        labels, settings, shared = labels_of_runs(examples)
         labels = _distinct(labels, [config.path for config in found])
         if rows is not None:
             labels = [rows[config.path] for config in found]
-            known = {setting for config in found for setting in _set_by_row(config.complete[0])}
-            differing = [note for note in differing if note.partition(":")[0] not in known]
-        named = [replace(c, label=label, differing=tuple(differing)) for c, label in zip(found, labels, strict=True)]
+        named = [
+            replace(config, label=label, settings=own, shared=shared)
+            for config, label, own in zip(found, labels, settings, strict=True)
+        ]
         result[key] = named if rows is not None else sorted(named, key=_place_in_table)
     return result
 
 
 def _place_in_table(config: ConfigSummary) -> tuple[bool, str]:
-    return "(untrained)" not in config.label, config.label
-
-
-def _set_by_row(run_dir: Path) -> list[str]:
-    """Settings that the command line or a recipe set."""
-    runtime = read_config(run_dir / store.CONFIG).get("runtime") or {}
-    return [*(runtime.get("given") or ()), *((runtime.get("recipe") or {}).get("places") or ())]
+    return NO_TRAINING not in config.label, config.label
 
 
 def build_tables(
@@ -127,8 +187,9 @@ def build_tables(
     tables, metrics = {}, asked_columns(spec)
     for (dataset, protocol), configs in grouped.items():
         summaries, labels = [config.summary for config in configs], [config.label for config in configs]
+        settings = [config.settings for config in configs]
         title = f"{dataset} under {protocol}"
-        tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, configs[0].differing)
+        tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, settings, configs[0].shared)
     return tables
 
 
@@ -145,11 +206,16 @@ def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd
     return frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]]
 
 
-def labels_of_runs(runs: Sequence[tuple[Path, Mapping[str, str]]]) -> tuple[list[str], list[str]]:
-    """Labels of the configs of runs, given with their choices, and notes on settings in which these differ."""
+def labels_of_runs(
+    runs: Sequence[tuple[Path, Mapping[str, str]]],
+) -> tuple[list[str], list[dict[str, str]], str]:
+    """Of the configs of runs, given with their choices: labels, settings in which they differ, and what they share."""
     stored = [read_config(run_dir / store.CONFIG) for run_dir, _ in runs]
+    changed = [changed_settings(config, NAMING_GROUPS) for config in stored]
+    made_here = [i for i, (_, choices) in enumerate(runs) if LABEL_OF_IMPORTED not in choices]
+    shared = shared_settings([stored[i] for i in made_here], [changed[i] for i in made_here])
     settings = [(choices, config_settings(dict(config))) for (_, choices), config in zip(runs, stored, strict=True)]
-    return config_labels(settings, [changed_settings(config, NAMING_GROUPS) for config in stored])
+    return *config_labels(settings, changed), shared
 
 
 def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
@@ -201,57 +267,73 @@ class PairedConfigs:
 
     first: Path
     second: Path
+    runs: tuple[Path, Path]  # the first that both have
     differences: dict[str, PairedDifference]
     left_out: tuple[str, ...]  # runs that only one of them has
-    differing: tuple[str, ...]  # settings in which they differ beyond their labels
-    caveats: tuple[str, ...]  # of their scores (``results.caveats``)
-
-    def to_text(self) -> str:
-        """Percent (distances as they are), one line per metric."""
-        lines = [f"A  {self.first}", f"B  {self.second}", ""]
-        lines.append(f"{'':<22}{'A':>9}{'B':>9}{'B - A':>9}  95 % interval of B - A")
-        for metric, found in self.differences.items():
-            scale = score_named(metric).scale
-            low_high = "none: a fold has a single pair and others more, or there is one"
-            if found.interval is not None:
-                low_high = f"[{scale * found.interval[0]:+.2f}, {scale * found.interval[1]:+.2f}]"
-            numbers = f"{scale * found.first:9.2f}{scale * found.second:9.2f}{scale * found.difference:+9.2f}"
-            lines.append(f"{score_named(metric).label:<22}{numbers}  {low_high}")
-        one = next(iter(self.differences.values()))
-        shared = "fold and repeat" if any(IMPORTED in note for note in self.caveats) else "fold, repeat and seed"
-        lines.append(f"  percent; {one.n_pairs} pairs of runs with the same {shared}; t interval over {one.over}")
-        lines += [f"  {note}" for note in self.caveats]
-        lines += [f"  DIFFERENT SETTINGS: {note}" for note in self.differing]
-        if self.left_out:
-            lines.append(f"  PARTIAL: without {', '.join(self.left_out)}")
-        return "\n".join(lines)
+    caveats: tuple[list[str], list[str]]  # of each config's scores (``results.caveats``)
 
 
-def differences_text(found: Sequence[PairedConfigs]) -> str:
-    """Several configs beside one: per metric the differences with their intervals, and p-values after Holm."""
-    width = max(len(one.second.name) for one in found)
-    lines = [f"A  {found[0].first}"]
+def comparison_table(found: Sequence[PairedConfigs]) -> Table:
+    """Differences of configs from one, by metric, with t intervals and p-values, which Holm's method corrects."""
+    folders = [found[0].first, *(one.second for one in found)]
+    runs = [found[0].runs[0], *(one.runs[1] for one in found)]
+    names, settings, shared = labels_of_runs([(run, store.read_result(run)["choices"]) for run in runs])
+    first, *others = labels = _distinct(names, folders)
+    blocks, index, rows, lines = [], [], [], []
     for metric in found[0].differences:
-        pairs = [one.differences[metric] for one in found]
-        lines += ["", f"{score_named(metric).label:<{width}}{'B':>9}{'B - A':>9}  {'95 % interval':<18}{'p (Holm)':>8}"]
-        corrected = holm([pair.p_value for pair in pairs if pair.p_value is not None])
-        known = iter(corrected)
-        scale = score_named(metric).scale
-        for one, pair in zip(found, pairs, strict=True):
-            low_high, p_value = "none", "-"
-            if pair.interval is not None:
-                low_high = f"[{scale * pair.interval[0]:+.2f}, {scale * pair.interval[1]:+.2f}]"
-                p_value = f"{next(known):.2g}"
-            numbers = f"{scale * pair.second:9.2f}{scale * pair.difference:+9.2f}"
-            lines.append(f"{one.second.name:<{width}}{numbers}  {low_high:<18}{p_value:>8}")
-        lines.append(f"  p corrected over {len(corrected)} configs")
-    over = {one.second.name: next(iter(one.differences.values())) for one in found}
-    spans = by_fact([[f"{pair.n_pairs} pairs of runs, t over {pair.over}"] for pair in over.values()], list(over))
-    lines += ["", *(f"  percent; {span}" for span in spans)]
-    lines += dict.fromkeys(f"  {note}" for one in found for note in one.caveats)
-    lines += dict.fromkeys(f"  DIFFERENT SETTINGS: {note}" for one in found for note in one.differing)
-    lines += [f"  PARTIAL: without {', '.join(one.left_out)}" for one in found if one.left_out]
-    return "\n".join(lines)
+        score, pairs = score_named(metric), [one.differences[metric] for one in found]
+        corrected = iter(holm([pair.p_value for pair in pairs if pair.p_value is not None]))
+        for label, one, pair, own in zip(others, found, pairs, settings[1:], strict=True):
+            low, high = pair.interval or (None, None)
+            p_value = None if pair.p_value is None else next(corrected)
+            numbers = [f"{score.scale * pair.first:.2f}", f"{score.scale * pair.second:.2f}"]
+            bounds = [f"{score.scale * bound:+z.2f}" for bound in pair.interval or ()]
+            interval = f"[{', '.join(bounds)}]" if bounds else None
+            difference = f"{score.scale * pair.difference:+z.2f}"
+            blocks.append(score.label)
+            index.append(label)
+            rows.append([*numbers, difference, interval, None if p_value is None else f"{p_value:.2g}"])
+            lines.append({
+                "A": first, "B": label, "config": one.second.name, "metric": metric, "A mean": pair.first,
+                "B mean": pair.second, "difference": pair.difference, "low": low, "high": high,
+                "p_value": pair.p_value, "p_holm": p_value, "pairs": pair.n_pairs, "over": pair.over,
+                "settings": "; ".join(f"{key}={value}" for key, value in own.items()),
+            })  # fmt: skip
+    return Table(
+        f"Differences from {first}",
+        pd.DataFrame(rows, pd.Index(index, name="B"), ["A", "B", "B - A", "95 % interval", "p"], dtype=object),
+        (
+            *_notes_of_pairs(found, labels, settings),
+            *(f"{label}: {path}" for label, path in zip(labels, folders, strict=True)),
+        ),
+        shared,
+        blocks=tuple(blocks),
+        data=pd.DataFrame(lines),
+    )
+
+
+def _notes_of_pairs(
+    found: Sequence[PairedConfigs], labels: Sequence[str], settings: Sequence[Mapping[str, str]]
+) -> list[str]:
+    first, *others = labels
+    pairs = [next(iter(one.differences.values())) for one in found]
+    imported = any(note.startswith(IMPORTED) for one in found for own in one.caveats for note in own)
+    same = "fold and repeat" if imported else "fold, repeat and seed"
+    spans = [[f"{pair.n_pairs} pairs of runs with the same {same}, t over {pair.over}"] for pair in pairs]
+    count = sum(pair.p_value is not None for pair in pairs)
+    corrected = f", corrected over {count} configs (Holm)" if count > 1 else ""
+    caveats_of_first = dict.fromkeys(note for one in found for note in one.caveats[0])
+    notes = [
+        f"A: {first}; percent (distances as they are); p of a two-sided paired t test{corrected}",
+        *by_fact(spans, others),
+        *by_row([list(caveats_of_first), *(one.caveats[1] for one in found)], labels),
+        *(f"PARTIAL: without {', '.join(one.left_out)}" for one in found if one.left_out),
+    ]
+    if len(found) > 1:
+        return notes + [f"{text} (values: column settings of the CSV)" for text in differing_settings(settings)]
+    values = {key: [f"{own[key]} ({label})" for own, label in zip(settings, labels, strict=True) if key in own]
+              for own in settings for key in own}  # fmt: skip
+    return notes + [f"different {key}: {', '.join(texts)}" for key, texts in sorted(values.items())]
 
 
 def compare_configs(
@@ -288,10 +370,9 @@ def compare_configs(
         for metric in metrics
     }
     at = common[0]
-    _, settings = labels_of_runs([(paths[at], of[at]["choices"]) for paths, of in zip(done, runs, strict=True)])
-    told = [dict.fromkeys(note for key in common for note in _cautions(of[key], spec)) for of in runs]
-    warned = by_row([list(notes) for notes in told], [folder.name for folder in configs])
-    return PairedConfigs(configs[0], configs[1], differences, left_out, tuple(settings), tuple(warned))
+    first, second = [list(dict.fromkeys(note for key in common for note in _caveats(of[key], spec))) for of in runs]
+    examples = (done[0][at], done[1][at])
+    return PairedConfigs(configs[0], configs[1], examples, differences, left_out, (first, second))
 
 
 def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
@@ -312,6 +393,6 @@ def _scores(run_dir: Path, result: dict[str, Any], spec: EvaluationSpec) -> dict
     return scores_of_run(run_dir, result, spec, distance_of=distance_of_run)
 
 
-def _cautions(result: Mapping[str, Any], spec: EvaluationSpec) -> list[str]:
+def _caveats(result: Mapping[str, Any], spec: EvaluationSpec) -> list[str]:
     scored_on = {"scored_on": "validation"} if _is_validated(result) else {}
     return caveats({**result, "search": spec_of_run(spec, result).search, **scored_on})

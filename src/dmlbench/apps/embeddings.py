@@ -48,8 +48,8 @@ OWN_DISTANCE = "distance"
 
 
 def embed_folder(
-    model: TrainedModel, folder: str | Path, output: str | Path, *, batch_size: int = 128, num_workers: int = 0,
-    progress: bool = False,
+    model: TrainedModel, folder: str | Path, output: str | Path, *, normalize: bool = False, batch_size: int = 128,
+    num_workers: int = 0, progress: bool = False,
 ) -> StoredEmbeddings:  # fmt: skip
     """Embed every image below a folder and write rows, labels and ids as safetensors.
 
@@ -65,8 +65,9 @@ def embed_folder(
     names = [name for part in parts for _, name in part]
     classes, labels = np.unique(names, return_inverse=True)
     rows = model.embed(
-        [folder / path for path in paths], progress=progress, batch_size=batch_size, num_workers=num_workers
-    )
+        [folder / path for path in paths],
+        normalize=normalize, progress=progress, batch_size=batch_size, num_workers=num_workers,
+    )  # fmt: skip
     count = len(parts[0])
     columns = (rows, torch.from_numpy(labels), torch.arange(len(rows)))
     sets = [EmbeddingSet(*(column[at] for column in columns)) for at in (slice(count), slice(count, None))]
@@ -210,7 +211,7 @@ def _distance_of_file(args: Any, stored: StoredEmbeddings) -> BaseDistance | Non
                 "that model with model=<run directory or exported folder>"
             )
         return None
-    model = load(args.model, device="cpu")
+    model = load(args.model, device="cpu", modules=args.modules)
     if stored.queries.rows.shape[1] != model.embedding_size:
         raise RunError(
             f"{args.embeddings} has rows of {stored.queries.rows.shape[1]} numbers, {args.model} makes "

@@ -11,8 +11,6 @@ An experiment that reproduces a table or a figure of a paper is called ``<paper>
                       (optional)
     needs:            instead of rows: why nothing can be run; beside commands: what these leave out
     commands:         instead of rows: the commands that make it, which ``dmlbench reproduce`` runs
-    hours_per_run:    hours by data set (under ``backbones`` by backbone before), their ``device``, how they were
-                      ``measured``, and whether they are an ``upper_bound`` (optional)
     also:             beside a grid: further configs, as a list of overrides
     search:           option of conf/search that makes the recipe of this name, for rows with it (optional)
     references:       labels of own rows that all others are compared with (optional)
@@ -55,6 +53,11 @@ class Row:
     blocker: str = ""  # verdict (``QUOTED``, "needs") and reason if nothing can be run
     doubt: str = ""  # why the paper's row may be another config
     metric: str = ""  # label of our metric that the score is compared with
+    setting: str = ""  # key of the experiment's ``settings``
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} ({self.setting})" if self.setting else self.label
 
 
 def experiments(folders: Sequence[Path]) -> dict[str, Path]:
@@ -85,14 +88,6 @@ class _Part(Schema):
 _Parts = dict[str, str | list[str] | _Part | None] | None
 
 
-class _Hours(BaseModel, extra="allow", strict=True):
-    __pydantic_extra__: dict[str, float]
-    backbones: dict[str, dict[str, float]] | None = None
-    device: str | None = None
-    measured: str | None = None
-    upper_bound: bool | None = None
-
-
 class _Reproduce(Schema):
     """The part ``reproduce`` of an experiment, as the header of this module describes it."""
 
@@ -103,7 +98,6 @@ class _Reproduce(Schema):
     metrics: dict[str, str] | None = None
     needs: str | None = None
     commands: list[str] | None = None
-    hours_per_run: _Hours | None = None
     also: list[str | list[str]] | None = None
     search: str | None = None
     references: list[str] | None = None
@@ -169,7 +163,9 @@ def _row_of(name: str, score: PaperScore, reproduce: Mapping[str, Any], composed
             base.append(f"{group}={option}")
     overrides, needs = _joined(base, parts)
     doubt = "; ".join(part["doubt"] for part in parts if isinstance(part, dict) and "doubt" in part)
-    return Row(score.row, overrides, score, needs, doubt, _our_label(score.metric, reproduce.get("metrics") or {}))
+    metric = _our_label(score.metric, reproduce.get("metrics") or {})
+    setting = score.setting if len(reproduce.get("settings") or {}) > 1 else ""
+    return Row(score.row, overrides, score, needs, doubt, metric, setting)
 
 
 def instead_of_rows(reproduce: Mapping[str, Any]) -> str:
@@ -206,20 +202,13 @@ def own_rows(
     kept = parts["rows"].keys() if labels is None else _matching(list(parts["rows"]), labels)
     chosen = {dataset: parts["datasets"].get(dataset, "") for dataset in datasets} or parts["datasets"]
     found = []
-    for (dataset, of_dataset), label, setting in itertools.product(
-        chosen.items(), [label for label in parts["rows"] if label in kept], parts["settings"].values()
+    for (dataset, of_dataset), label, (setting, of_setting) in itertools.product(
+        chosen.items(), [label for label in parts["rows"] if label in kept], parts["settings"].items()
     ):
         base = [f"experiment={name}", *([f"dataset={dataset}"] if dataset else [])]
-        overrides, needs = _joined(base, [of_dataset, parts["rows"][label], setting])
-        found.append(Row(label, overrides, blocker=needs))
+        overrides, needs = _joined(base, [of_dataset, parts["rows"][label], of_setting])
+        found.append(Row(label, overrides, blocker=needs, setting=setting if len(parts["settings"]) > 1 else ""))
     return found
-
-
-def hours_per_run(reproduce: Mapping[str, Any], dataset: str, backbone: str) -> float | None:
-    """The experiment's hours for one run, if any."""
-    given = reproduce.get("hours_per_run") or {}
-    hours = ((given.get("backbones") or {}).get(backbone) or given).get(dataset)
-    return float(hours) if isinstance(hours, int | float) else None
 
 
 def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:

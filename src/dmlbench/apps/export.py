@@ -57,8 +57,9 @@ class Embedder(nn.Module):
 
 
 def export_run(
-    run_dir: str | Path, output: str | Path, *, formats: Sequence[str] | None = None, license: str | None = None
-) -> dict[str, str]:
+    run_dir: str | Path, output: str | Path, *, formats: Sequence[str] | None = None, license: str | None = None,
+    modules: Sequence[str] = (),
+) -> dict[str, str]:  # fmt: skip
     """Write a folder that ``dmlbench.load`` reads without the run, the data or a network connection.
 
     Graphs are compared with the network on noise, in batches of 1 and 3. ``dmlbench.json`` has every file's SHA-256.
@@ -67,6 +68,7 @@ def export_run(
         run_dir: a complete run with its weights; or an exported folder.
         formats: graphs to write, of ``GRAPHS``; None: each that is possible here.
         license: of the weights, as hubs call it (``cc-by-4.0``); None: not stated.
+        modules: packages of your own whose classes ``run_dir`` may name, if it is an exported folder.
 
     Returns:
         For every format that was left out the reason.
@@ -76,7 +78,7 @@ def export_run(
     output = Path(output).expanduser().absolute()
     if output.exists():
         raise ConfigError(f"output: {output} exists, expected a new folder.")
-    model = load(run_dir, device="cpu")
+    model = load(run_dir, device="cpu", modules=modules)
     try:
         with whole_folder(output) as folder:
             left_out = _fill(folder, model, formats, license)
@@ -216,7 +218,8 @@ def _without_hub(model: TrainedModel) -> dict[str, Any]:
 def _without_places(config: Mapping[str, Any]) -> Any:
     """The configuration without what names places or people of this machine."""
     container = {key: value for key, value in config.items() if key not in ("paths", "logger", "num_workers", "device")}
-    container["runtime"] = {key: value for key, value in config["runtime"].items() if key != "given"}
+    private = ("given", "config_dir")
+    container["runtime"] = {key: value for key, value in config["runtime"].items() if key not in private}
 
     def shortened(node: Any) -> Any:
         if isinstance(node, Mapping):
@@ -269,7 +272,7 @@ def _use(
         f"short side to {steps['resize_short_side']} pixels ({steps['resampling']}), the middle "
         f"{steps['center_crop']} x {steps['center_crop']}"
         if "center_crop" in steps
-        else f"none: images have {model.image_size[0]} x {model.image_size[1]} pixels"
+        else f"none at {model.image_size[0]} x {model.image_size[1]} pixels; other sizes are {steps['other_sizes']}"
     )
     lines = [
         "```python", "import dmlbench", f'model = dmlbench.load("<this folder>"{trusted})',
@@ -279,7 +282,10 @@ def _use(
         "network, which takes uint8 RGB images [B, 3, H, W].",
     ]  # fmt: skip
     if modules:
-        lines.append(f"Its classes are in {', '.join(modules)}, which must be importable.")
+        lines.append(
+            f"Its classes are in {', '.join(modules)}, which must be importable: set PYTHONPATH, or load it with "
+            "config_dir=<folder of options beside the module>."
+        )
     for name, file in graphs.items():
         reader = {"torch_export": "torch.export.load", "onnx": "ONNX Runtime"}[name]
         own = "; the distance is not in it" if model.has_own_distance else ""

@@ -9,20 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmlbench import build
 from dmlbench.build import make_setup
-from dmlbench.components import component, imported
+from dmlbench.components import add_module_folder, component, imported, require_modules
 from dmlbench.config import as_config, config_folder, read_config
 from dmlbench.data.batches.loaders import EvalBatches
 from dmlbench.data.batches.transforms import CropTransform, Transform
-from dmlbench.data.images.sources import Given, GivenImages, ImageSource
+from dmlbench.data.images.sources import Given, GivenImages, ImageSource, resized
 from dmlbench.evaluation.embeddings.embed import embed, load_distance
+from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.experiment import Setup
 from dmlbench.external_files import Schema, load_yaml, validated
@@ -38,6 +40,10 @@ from dmlbench.types import ConfigError, ImageTable, RunError, closest, leaves
 WEIGHTS, PREPROCESSING, MANIFEST, CARD = "model.safetensors", "preprocessing.json", "dmlbench.json", "README.md"
 """Files of an exported folder, besides ``config.yaml`` and the graphs; the manifest is what makes it one."""
 EXPORT_SCHEMA = 1
+_OF_DISTANCE, _OF_MODEL = ("head", "rerank"), ("backbone", "tuning", "pooling", "head")
+_OF_RUN = ("dataset", "protocol", "sampler", "transform", *_OF_MODEL, "rerank")
+"""Parts of a configuration that the distance, the model and a run with its data are made of."""
+_SHOWN_SCORES = ("p_at_1", "r_precision", "map_at_r")
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +61,7 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     stored = read_config(run_dir / CONFIG)
     if "imported" in stored:
         return None
+    require_modules(stored, _OF_DISTANCE)
     config = as_config(stored)
     distance = build.build_rerank(config) or build.build_distance(config)
     if distance is not None and distance.state_dict():
@@ -67,6 +74,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
     result = read_result(run_dir)
     config = without_pretrained(config_with_weights(run_dir))
     require_own_files(run_dir, result, (BEST,))
+    require_modules(config, _OF_RUN)
     if changed := changed_code(config, result):
         log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
 
@@ -79,7 +87,9 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
 
 def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
     """The data set of a run with its result, or its aggregate."""
-    table: ImageTable = component(read_config(run_dir / CONFIG)["dataset"]["table"])
+    config = read_config(run_dir / CONFIG)
+    require_modules(config, ("dataset",))
+    table: ImageTable = component(config["dataset"]["table"])
     _require_data_of(result, table)
     return table
 
@@ -133,7 +143,7 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
     table = run.data.table
     if isinstance(image, str) and image not in table.paths and Path(image).expanduser().is_file():
         size = run.images.shape[1:3] if isinstance(run.images, Tensor) else ()
-        given, source = open_given(image, run.transform, tuple(size), device=run.device, of=table.name)
+        given, source = open_given(image, run.transform, tuple(size), device=run.device)
         (batch,) = replace(run, data=replace(run.data, table=given), images=source).batches(np.array([0]))
         return NamedImage(image), batch.images
     row = row_of(table, image)
@@ -142,14 +152,14 @@ def read_one(run: Setup, image: int | str) -> tuple[NamedImage, Tensor]:
 
 
 def open_given(
-    images: Given | Iterable[Given], transform: Transform, size: tuple[int, ...], *, device: torch.device, of: str
+    images: Given | Iterable[Given], transform: Transform, size: tuple[int, ...], *, device: torch.device
 ) -> tuple[ImageTable, ImageSource | Tensor]:
     """Images from anywhere as a table of one class, and what reads them as a run reads its own.
 
     Args:
         transform: of the run, for evaluation.
-        size: height and width of the run's images; others raise an error where the transform does not resize.
-        of: what the error calls the run.
+        size: height and width of the run's images. A transform of batches takes this size alone: other images are
+            resized to cover it, and the middle is kept.
     """
     if isinstance(transform, CropTransform):
         given = GivenImages(images, short_side=transform.resize, kernel=transform.kernel)
@@ -162,13 +172,19 @@ def open_given(
     if transform.works_on == "image":
         return table, given
     pixels = np.empty((len(given), *size, 3), dtype=np.uint8)
-    for row, name in enumerate(given.names):
-        image = given.read(row)
-        if image.shape[:2] != size:
-            height, width = image.shape[:2]
-            raise ConfigError(f"image {name}: got {height} x {width} pixels, expected {size} as in {of}. Resize it.")
-        pixels[row] = image
+    for row in range(len(given)):
+        pixels[row] = _cover(given.read(row), *size)
     return table, torch.from_numpy(pixels).to(device)
+
+
+def _cover(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """The middle [height, width, 3] of an image [H, W, 3] that is resized to cover it, sides rounded down."""
+    h, w = image.shape[:2]
+    if (h, w) == (height, width):
+        return image
+    h, w = (height, w * height // h) if height * w >= width * h else (h * width // w, width)
+    top, left = (h - height) // 2, (w - width) // 2
+    return resized(image, h, w, "pillow")[top : top + height, left : left + width]
 
 
 class Manifest(Schema):
@@ -195,15 +211,17 @@ class _ModelConfig(Schema, extra="allow"):
     runtime: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedModel:
     """A network with the weights of a run's best step and the preprocessing that the run was evaluated with.
+
+    ``print(model)`` says what it is, what it was trained on and its scores.
 
     Attributes:
         name: the run or folder that it was loaded from.
         network: on ``device``, in evaluation mode: uint8 RGB images [B, 3, H, W] to a ``ModelOutput``; normalization is
             part of it.
-        transform: what makes a photograph ready for it.
+        transform: what makes an image ready for it.
         image_size: height and width of what ``transform`` returns.
         device: where it computes.
         config: of the run.
@@ -218,32 +236,77 @@ class TrainedModel:
     config: Mapping[str, Any]
     result: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        result, choices = self.result, self.config["runtime"]["choices"]
+        parts = {group: node for group in (*_OF_MODEL, "loss") if (node := self.config.get(group))}
+        options = {group: choices.get(group) or node["_target_"].rpartition(".")[2] for group, node in parts.items()}
+        compared = (
+            type(self.network.distance).__name__ if self.has_own_distance else "Euclidean distance of unit vectors"
+        )
+        before, (height, width) = preprocessing(self)["before_the_network"], self.image_size
+        prepared = f"images of {height} x {width}; other sizes are {before.get('other_sizes')}"
+        if "center_crop" in before:
+            resize = before["resize_short_side"]
+            prepared = f"images of any size; short side to {resize}, center crop {height} x {width}"
+        scores = []
+        for part, values in result["metrics"].items():
+            shown = [score_named(name) for name in _SHOWN_SCORES if name in values] or [*map(score_named, values)]
+            scores.append(f"{part} " + ", ".join(f"{s.label} {s.scale * values[s.name]:.2f}" for s in shown))
+        return "\n".join((
+            f"dmlbench model of {self.name} ({self.device})",
+            f"data set: {result['dataset']}, protocol {result['protocol']}, fold {result['fold']}, "
+            f"repeat {result['repeat']}",
+            f"trained: {', '.join(' '.join(option) for option in options.items())}",
+            f"embedding: {self.embedding_size} dimensions, compared by {compared}",
+            f"input: {prepared}",
+            f"scores: {'; '.join(scores)}",
+        ))  # fmt: skip
+
     @property
     def embedding_size(self) -> int:
         return self.network.embedding_size
 
     @property
     def has_own_distance(self) -> bool:
-        """Whether rows are compared otherwise than as unit vectors, so that other code needs ``distance``, too."""
+        """Whether rows are compared otherwise than as unit vectors, as by AVSL and hyperbolic heads."""
         return not ranks_like_unit_vectors(self.network.distance)
 
     def embed(
-        self, images: Given | Iterable[Given], *, progress: bool = False, batch_size: int = 128, num_workers: int = 0
+        self,
+        images: Given | Iterable[Given],
+        *,
+        normalize: bool = False,
+        progress: bool = False,
+        batch_size: int = 128,
+        num_workers: int = 0,
     ) -> Tensor:
-        """Embeddings [N, D] float32 on the CPU, not normalized, of images prepared as the run's test images were.
+        """Embeddings [N, D] float32 on the CPU of images prepared as the run's test images were.
+
+        Images may differ in size and mode. They are turned as EXIF says and converted to 8-bit RGB: grey becomes three
+        equal channels, transparency is dropped. Then the run's evaluation transform resizes and crops them. A run on
+        small images of one size has no such transform: other sizes are resized to cover it and center-cropped.
 
         Args:
-            images: one or many: paths, Pillow images, arrays [H, W, 3] or [H, W] and tensors [3, H, W] of uint8, or
-                one array [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
+            images: one image or many. An image is a path, a Pillow image of any mode, an array [H, W] or [H, W, C], or
+                a tensor [H, W] or [C, H, W], of uint8 with C = 1 (grey), 3 (RGB) or 4 (RGBA). Stacks are arrays
+                [N, H, W] or [N, H, W, C], and tensors [N, C, H, W].
+            normalize: return rows of unit length. By default (False) rows are what the network returns;
+                ``distance`` normalizes them.
+            progress: show a bar.
             batch_size: images at once; another number moves embeddings by about 1e-6.
+            num_workers: processes that read images ahead.
 
         Raises:
-            ConfigError: the run's transform does not resize and images have another size than the run's.
+            ConfigError: ``normalize`` with a model whose distance is not that of unit vectors.
             DataError: an image cannot be read, or is none.
+            ValueError: the network is in training mode.
         """
         if self.network.training:
             raise ValueError("the network is in training mode; call model.network.eval() before embed(...)")
-        table, source = open_given(images, self.transform, self.image_size, device=self.device, of=self.name)
+        if normalize and self.has_own_distance:
+            name = type(self.network.distance).__name__
+            raise ConfigError(f"normalize: got True, but rows of this model are compared by {name}. Leave it out.")
+        table, source = open_given(images, self.transform, self.image_size, device=self.device)
         batches = EvalBatches(
             table, np.arange(len(table)), images=source, transform=self.transform, batch_size=batch_size,
             device=self.device, num_workers=num_workers,
@@ -255,7 +318,8 @@ class TrainedModel:
             with autocast(self.device, self.config["fit"].get("precision", "float32")):
                 return self.network(batch.contiguous(memory_format=memory_format)).embedding
 
-        return embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images").rows
+        found = embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images")
+        return nn.functional.normalize(found.rows) if normalize else found.rows
 
     @torch.no_grad()
     def distance(self, a: Any, b: Any) -> Tensor:
@@ -274,19 +338,30 @@ class TrainedModel:
         return found.float().cpu()
 
 
-def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ()) -> TrainedModel:
+def load(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    modules: Sequence[str] = (),
+    config_dir: str | Path | None = None,
+) -> TrainedModel:
     """The model of a run directory, or of a folder of ``dmlbench export``; no data set is needed.
+
+    Code is imported from Python's own path and from beside ``config_dir``, never from a folder that the run names.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda[:N]``.
         modules: packages of your own whose classes an exported folder may name. Its configuration is data: only
             components of dmlbench's options and of these packages are made. Run directories are taken as they are.
+        config_dir: folder of options that the run was trained with (``--config-dir``); modules beside it can be
+            imported from now on.
 
     Raises:
         RunError: it is neither, it is incomplete or damaged, or it was made by an incompatible version.
-        ConfigError: an unknown device, or a class of somebody else.
+        ConfigError: an unknown device, a module that is not found, or a class of somebody else.
     """
     folder = Path(path).expanduser()
+    add_module_folder(config_dir)
     set_strict_float32()
     if (folder / MANIFEST).exists():
         return _exported(folder, device, tuple(modules))
@@ -295,6 +370,7 @@ def load(path: str | Path, *, device: str = "auto", modules: Sequence[str] = ())
     result = read_result(folder)
     config = config_with_weights(folder)
     require_own_files(folder, result, (BEST,))
+    require_modules({**config, "transform.eval": config["transform"]["eval"]}, (*_OF_MODEL, "transform.eval"))
     return _made(folder, config, result, device, load_checkpoint(folder / BEST)["model"], folder / BEST)
 
 
@@ -361,6 +437,9 @@ def preprocessing(model: TrainedModel) -> dict[str, Any]:
             "resampling": "bilinear with antialiasing" + (" (Pillow)" if transform.kernel == "pillow" else " (torch)"),
             "center_crop": transform.crop,
         }
+    else:
+        height, width = model.image_size
+        before["other_sizes"] = f"resized (bilinear with antialiasing) to cover {height} x {width} and center-cropped"
     network: dict[str, Any] = {"input": ["batch", 3, *model.image_size], "dtype": "uint8", "channels": "RGB"}
     if isinstance(backbone, Backbone):
         network |= backbone.normalization()
@@ -398,7 +477,7 @@ def _plain_config(path: Path, modules: tuple[str, ...]) -> dict[str, Any]:
 
 def _leaves_of_model(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by their place of everything that a loaded model is made of."""
-    for part in ("backbone", "tuning", "pooling", "head"):
+    for part in _OF_MODEL:
         yield from leaves(config.get(part), part)
     yield from leaves((config.get("transform") or {}).get("eval"), "transform.eval")
 

@@ -1,6 +1,5 @@
 """Our runs of a table vs. a paper's scores, and what the runs started from."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from dmlbench.results.caveats import by_fact, incomparable
 from dmlbench.results.rules import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
-from dmlbench.runtime import cached_sha256, git_commit
+from dmlbench.runtime import cached_sha256, git_commit, shows_progress
 from dmlbench.types import DmlbenchError, RunInUse
 
 _PAUSE_S = 0.5
@@ -51,8 +50,11 @@ class Provenance:
 def provenance_of(config_file: Path, backbone: str, hashes: Iterable[str | None]) -> Provenance:
     """The provenance of a config's runs, by the configuration of one and the SHA-256 of all runs' weights files."""
     config = read_config(config_file)
-    head, said = config.get("head") or {}, config.get("runtime") or {}
-    size = said.get("embedding_size")
+    return _provenance(config, backbone, hashes, (config.get("runtime") or {}).get("embedding_size"))
+
+
+def _provenance(config: Mapping[str, Any], backbone: str, hashes: Iterable[str | None], size: int | None) -> Provenance:
+    head = config.get("head") or {}
     if "level_size" in head:  # what is compared is a level, or all of them one after the other
         size = head["level_size"] * (head["num_levels"] if head.get("inference") == "concat" else 1)
     family = next((name for name in PUBLISHED if backbone.startswith(name)), None)
@@ -98,7 +100,7 @@ class Summary:
 
 def summarize(plan: Plan, specs: Mapping[str, EvaluationSpec]) -> dict[str, Summary]:
     """Summarize all complete runs of each config, by ``sha256``, as are the ``specs``."""
-    bar = tqdm(plan.configs, "summarizing", unit="config", disable=not sys.stderr.isatty() or len(plan.configs) < 3)
+    bar = tqdm(plan.configs, "summarizing", unit="config", disable=not shows_progress() or len(plan.configs) < 3)
     return {
         config.sha256: _summary([r for r in plan.runs if r.config == config], specs[config.sha256]) for config in bar
     }
@@ -132,7 +134,7 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
         own = spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})
         if has_scores(known, own):
             return known
-    return aggregate_config(runs, spec, allow_partial=True, distance_of=distance_of_run, progress=sys.stderr.isatty())
+    return aggregate_config(runs, spec, allow_partial=True, distance_of=distance_of_run, progress=shows_progress())
 
 
 def compare_rows(
@@ -188,6 +190,31 @@ def differences_to_paper(score: PaperScore, summary: Mapping[str, Any], provenan
     return [*found, *provenance.other_weights]
 
 
+def expected_differences(
+    row: Row, config: PlannedConfig, settings: Mapping[str, Any], notes: Sequence[str]
+) -> list[str]:
+    """Why a row will not be comparable with the paper, as far as its configuration and data set tell.
+
+    Args:
+        settings: the composed configuration.
+        notes: how the data set differs from the published one.
+    """
+    assert row.score is not None
+    head, choices = settings["head"], settings["runtime"]["choices"]
+    size = None if "num_levels" in head else head.get("out_features")
+    provenance = _provenance(settings, str(choices.get("backbone", "")), [None], size)
+    sizes = {"separated": provenance.embedding_size}
+    if size and config.num_folds > 1:
+        sizes["concatenated"] = size * config.num_folds
+    summary = {
+        "dataset": config.dataset, "protocol": config.protocol, "choices": choices, "dimension": sizes,
+        "scores": sizes, "val_is_test": False, "data_notes": notes,
+        "search": EvaluationSpec(shortlist=settings["evaluation"]["shortlist"]).search,
+    }  # fmt: skip
+    found = [row.doubt, *differences_to_paper(row.score, summary, provenance), *incomparable(summary)]
+    return [reason for reason in found if reason]
+
+
 def given_by_hand(overrides: Sequence[str]) -> list[str]:
     """Notes on overrides that make other runs than the paper's; runs tell their weights themselves."""
     return [f"given by hand: {override}" for override in moving(overrides) if key_of(override) != _WEIGHTS]
@@ -237,24 +264,3 @@ def configs_of_grid(
             grouped.setdefault((run.dataset, run.protocol), []).append(summary.found)
             by_folder[summary.found[0]] = labels.get(sha256, "")
     return named_configs(grouped, by_folder if all(by_folder.values()) else None)
-
-
-def seconds_per_run(plan: Plan, hours: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """Seconds of a run and how they are known, by ``sha256``; absent if unknown.
-
-    Measured on complete runs of the config, else of its data set in this table, else the experiment's ``hours``.
-    """
-    of_config: dict[str, list[float]] = {}
-    of_dataset: dict[str, list[float]] = {}
-    for run in (*plan.preparing, *plan.runs):
-        if run.state == "done":
-            of_config.setdefault(run.config.sha256, []).append(float(run.result["wall_s"]))
-            of_dataset.setdefault(run.config.dataset, []).append(float(run.result["wall_s"]))
-    found = {}
-    for config in (*plan.first.values(), *plan.configs):
-        stated = hours.get(config.sha256)
-        if measured := of_config.get(config.sha256) or of_dataset.get(config.dataset):
-            found[config.sha256] = (sum(measured) / len(measured), "measured here")
-        elif stated is not None:
-            found[config.sha256] = (3600 * stated, "as the experiment says")
-    return found

@@ -1,7 +1,7 @@
 """Plan the runs of a table: its configs, the state of each run, and which runs are left to do."""
 
 import json
-import sys
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from dmlbench.components import component
 from dmlbench.identity import Overrides, PlannedConfig, require_result_of, run_directory
 from dmlbench.results.store import EMBEDDINGS, LOCK, last_error, read_result, run_state
+from dmlbench.runtime import shows_progress
 from dmlbench.types import ConfigError, DmlbenchError, RunError
 
 Compose = Callable[[Overrides], PlannedConfig]
@@ -45,7 +46,7 @@ def compose_configs(wanted: Iterable[Overrides], compose: Compose) -> dict[Overr
     """A config for each of the overrides, or why they cannot be composed. Each is composed once."""
     wanted = list(dict.fromkeys(wanted))
     found: dict[Overrides, PlannedConfig | str] = {}
-    for overrides in tqdm(wanted, "composing", unit="config", disable=not sys.stderr.isatty() or len(wanted) < 3):
+    for overrides in tqdm(wanted, "composing", unit="config", disable=not shows_progress() or len(wanted) < 3):
         try:
             found[overrides] = compose(overrides)
         except DmlbenchError as error:
@@ -94,7 +95,7 @@ def make_plan(
     folds = max((config.num_folds for config in configs), default=0)
     beyond = [fold for fold in coordinates.get("fold", ()) if not 0 <= fold < folds]
     if configs and beyond:
-        raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the table's protocol")
+        raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the protocol.")
     known: dict[Overrides, PlannedConfig | str] = {config.overrides: config for config in configs}
     needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)
     known |= compose_configs((overrides for overrides in needed if overrides not in known), compose)
@@ -144,14 +145,34 @@ def with_state(run: Run) -> Run:
     return replace(run, state="done", problem=problem, result=result)
 
 
-def missing_inputs(configs: Iterable[PlannedConfig]) -> dict[str, DmlbenchError]:
-    """Why the runs of configs cannot begin, by ``sha256``; each data set and file of weights is loaded once."""
+@dataclass(frozen=True)
+class Inputs:
+    """The data sets and weights of configs, by ``sha256``."""
+
+    missing: Mapping[str, DmlbenchError]  # why runs cannot start
+    notes: Mapping[str, tuple[str, ...]]  # how a data set differs from the published one
+
+
+def load_inputs(configs: Iterable[PlannedConfig]) -> Inputs:
+    """Load each data set and each pretrained backbone of configs once."""
     configs = list(configs)
     errors: dict[str, DmlbenchError] = {}
-    for node in {node for config in configs for node in config.inputs}:
+    notes: dict[str, tuple[str, ...]] = {}
+    for node in dict.fromkeys(node for config in configs for node in config.inputs):
         try:
-            component(json.loads(node))
-        except Exception as error:
-            if isinstance(error, DmlbenchError):  # others are reported by the run, with more context
-                errors[node] = error
-    return {config.sha256: errors[node] for config in configs for node in reversed(config.inputs) if node in errors}
+            notes[node] = tuple(getattr(component(json.loads(node)), "notes", ()))
+        except DmlbenchError as error:
+            errors[node] = error
+        except Exception:  # the run reports it, with more context
+            continue
+    missing = {c.sha256: errors[node] for c in configs for node in reversed(c.inputs) if node in errors}
+    return Inputs(missing, {config.sha256: notes.get(config.inputs[0], ()) for config in configs})
+
+
+def require_writable(folder: str) -> None:
+    """Raise ConfigError unless runs can be written to a folder, which need not exist yet."""
+    path = os.path.abspath(folder)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"paths.output_dir: got {folder}, but {path} is not a writable folder. Choose another.")

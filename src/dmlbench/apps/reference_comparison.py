@@ -32,14 +32,14 @@ class Difference:
     classes: tuple[float, float]  # 95 % interval by the bootstrap over test classes
 
     @property
-    def is_told_apart(self) -> bool:
+    def is_significant(self) -> bool:
         """By the p-value; without one by the bootstrap over classes."""
         low, high = self.classes
         return low * high > 0 if self.p_value is None else self.p_value < _LEVEL
 
     @property
     def is_ahead(self) -> bool:
-        return self.is_told_apart and self.paired.difference > 0
+        return self.is_significant and self.paired.difference > 0
 
 
 Differences = Mapping[str, Sequence[Difference]]
@@ -152,11 +152,11 @@ def _bounds(interval: tuple[float, float], score: Score) -> str:
 
 
 def conclusions(found: Differences, metric: str) -> list[str]:
-    """Sentences: which rows cannot be told apart from the first reference, which do not beat the others."""
+    """Sentences: which rows do not differ significantly from the first reference, which do not beat the others."""
     label = score_named(metric).label
     (first, of_first), *others = found.items()
-    alike = [one.label for one in of_first if not one.is_told_apart]
-    sentences = [f"{label}: cannot be told apart from {first}: {', '.join(alike) or 'no row'}"]
+    alike = [one.label for one in of_first if not one.is_significant]
+    sentences = [f"{label}: no significant difference from {first}: {', '.join(alike) or 'no row'}"]
     for reference, differences in others:
         behind = [one.label for one in differences if not one.is_ahead]
         sentences.append(f"{label}: not ahead of {reference}: {', '.join(behind) or 'no row'}")

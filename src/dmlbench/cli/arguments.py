@@ -52,6 +52,7 @@ class CommandLine:
     is_sweep: bool = False
     help: bool = False
     why: bool = False
+    dry_run: bool = False
     cfg: str | None = None
     package: str | None = None
     resolve: bool = False
@@ -73,6 +74,7 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
     parser.add_argument("--resolve", action="store_true")
     if name == "train":
         parser.add_argument("--why", action="store_true")
+        parser.add_argument("--dry-run", action="store_true")
     for flag, override in _FLAGS.get(name, {}).items():
         if "{}" in override:
             parser.add_argument(flag, action="append", type=override.format, dest="flags")

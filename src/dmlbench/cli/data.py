@@ -1,4 +1,4 @@
-"""``dmlbench data``: what data sets are known, what one of them holds, whether it is whole, and making it ready."""
+"""``dmlbench data``: list the data sets, count one, verify its images, or prepare it."""
 
 import dataclasses
 import shlex
@@ -104,9 +104,10 @@ def _verify(args: Any, name: str) -> None:
     from dmlbench.runtime import available_cores
 
     table = _load(args, name)
-    counts = "unknown"
+    counts, num_published = "unknown", 0
     if name in SOURCES:
         expected = SOURCES[name].published
+        num_published = expected.num_images
         counts = "published" if counts_by_role(table.labels, table.role) == dict(expected.by_role) else "others"
         print(f"  published: {expected}" + ("" if counts == "published" else " (not what is here)"))
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.
@@ -122,7 +123,7 @@ def _verify(args: Any, name: str) -> None:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
         report = Report(deviations=found, unlisted=tuple(unlisted(table)))
     print("\n".join(findings(report)))
-    print(f"{name} is {verdict(report, counts)}")
+    print(verdict(report, counts, num_images=len(table), num_published=num_published))
     if report.broken:
         sys.exit(1)
 

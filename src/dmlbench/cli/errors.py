@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import sqlite3
 import sys
 import traceback
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from dmlbench.cli.hydra_command import SweepFailed
 from dmlbench.config import config_folder
@@ -34,6 +35,14 @@ _REMEDIES = {
 _OF_FILES = (UnicodeError, json.JSONDecodeError, csv.Error, pickle.UnpicklingError, zipfile.BadZipFile, sqlite3.Error)
 _NO_MEMORY = re.compile("out of memory|can(no|')t allocate memory|not enough memory|failed to map segment|NULL without")
 """What torch, the dynamic linker and Python (SystemError) say where memory is limited."""
+_EXPECTED = {
+    "is not a valid bool": "true or false",
+    "could not be converted to Integer": "a whole number",
+    "could not be converted to Float": "a number",
+    "is not a ListConfig": "a list, such as [a,b]",
+    "to string": "text",
+}
+"""What a key holds, by OmegaConf's words about another value."""
 
 
 def guarded(action: Callable[[], None]) -> int:
@@ -123,6 +132,9 @@ def explain(error: Exception) -> str:
         return f"the configuration has no key '{cause.full_key}': {closest(str(cause.key), known)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} is missing: expected {cause.full_key}=<value>"
+    expected = next((kind for said, kind in _EXPECTED.items() if said in str(cause)), None)
+    if isinstance(cause, ValidationError) and expected:
+        return f"{cause.full_key}: got {shlex.quote(str(cause.value))}, expected {expected}."
     if isinstance(cause, OmegaConfBaseException):
         key = f"{cause.full_key}: " if cause.full_key else ""
         return f"{key}{' '.join(str(cause.msg or cause).partition('full_key:')[0].split())}"

@@ -11,21 +11,25 @@ from typing import Any
 
 import hydra
 from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, configure_log, filter_overrides
+from hydra.core.utils import JobReturn, configure_log
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.progress import Progress, own_overrides
+from dmlbench.components import add_module_folder
 from dmlbench.config import arguments_of, complete_config, composing, config_folders, register_schemas, without_hydra
 from dmlbench.types import ConfigError, RunInUse, closest
 
 log = logging.getLogger(__name__)
 
-Task = Callable[[Any], Any]
-"""Of the command's arguments; ``train`` gets the composed configuration."""
+Task = Callable[..., Any]
+"""Of the command's arguments; ``train`` gets the composed configuration, and the progress of a sweep."""
 
 
 def sub_command(
@@ -54,13 +58,39 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
             print(_help(composer, name, overrides, line.config_dir))
         elif line.cfg:
             composer.show_cfg(name, overrides, cfg_type=line.cfg, package=line.package, resolve=line.resolve)
-        elif line.is_sweep or (name == "train" and composer.get_mode(name, list(overrides)) == RunMode.MULTIRUN):
-            done = composer.multirun(name, Job(name, task, line.config_dir), [*overrides, "hydra.mode=MULTIRUN"])
+        elif line.is_sweep or (name == "train" and is_sweep(overrides)):
+            jobs = sweep_jobs(overrides) if name == "train" else []
+            job = Job(name, task, line.config_dir, Progress(own_overrides(jobs)) if jobs else None)
+            done = composer.multirun(name, job, [*overrides, "hydra.mode=MULTIRUN"])
             raise_failures([job for batch in done for job in batch])
         else:
             error = composer.run(name, Job(name, task, line.config_dir), overrides).return_value
             if isinstance(error, Exception):
                 raise error
+
+
+def is_sweep(overrides: Sequence[str]) -> bool:
+    """Whether an experiment makes ``dmlbench train`` a sweep without ``-m``. Inside of ``composing()``."""
+    composer = GlobalHydra.instance().hydra
+    assert composer is not None
+    return bool(composer.get_mode("train", list(overrides)) == RunMode.MULTIRUN)
+
+
+def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep of ``dmlbench train``, in Hydra's order. Inside of ``composing()``.
+
+    Empty for other sweepers than Hydra's basic one, which choose their jobs as they go.
+    """
+    composer = GlobalHydra.instance().hydra
+    assert composer is not None
+    config = composer.compose_config(
+        "train", [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN, with_log_configuration=False
+    )
+    if not config.hydra.sweeper._target_.endswith(f".{BasicSweeper.__name__}"):
+        return []
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    parser = OverridesParser.create(config_loader=composer.config_loader)
+    return list(BasicSweeper.split_arguments(parser.parse_overrides([*params, *config.hydra.overrides.task]), None)[0])
 
 
 @contextlib.contextmanager
@@ -108,15 +138,17 @@ class Job:
     name: str
     task: Task
     config_dir: Path | None
+    progress: Progress | None = None  # of a sweep of ``train``
 
     def __call__(self, cfg: DictConfig) -> Any:
         prepare_process(self.config_dir, self.name)
         try:
             if "paths" in cfg:
                 require_output_dir(cfg)
-            if self.name == "train":
-                complete_config(cfg)
-            return self.task(cfg if self.name == "train" else arguments_of(cfg))
+            if self.name != "train":
+                return self.task(arguments_of(cfg))
+            complete_config(cfg)
+            return self.task(cfg) if self.progress is None else self.task(cfg, self.progress)
         except RunInUse as error:
             if HydraConfig.get().mode != RunMode.MULTIRUN:
                 return error
@@ -128,14 +160,13 @@ class Job:
 
 def require_output_dir(cfg: DictConfig) -> None:
     if not str(cfg.paths.output_dir).strip():
-        raise ConfigError("paths.output_dir is empty; name a folder, such as paths.output_dir=outputs")
+        raise ConfigError("paths.output_dir: got '', expected a folder, such as outputs.")
 
 
 def prepare_process(config_dir: Path | None, name: str | None = None) -> None:
     """Register schemas (only that of ``name``, if given) and recipes; make modules beside ``config_dir`` importable."""
     register_schemas(config_dir, name)
-    if config_dir and str(config_dir.absolute().parent) not in sys.path:
-        sys.path.append(str(config_dir.absolute().parent))
+    add_module_folder(config_dir)
 
 
 class ProgressFriendlyHandler(logging.StreamHandler):
@@ -155,15 +186,11 @@ class SweepFailed(Exception):
         self.jobs = tuple(jobs)
 
 
-def raise_failures(jobs: Sequence[JobReturn]) -> None:
-    """Raise ``SweepFailed`` if the return value of a job is an error."""
-    given = [list(job.overrides or ()) for job in jobs]
-    failed = []
-    for job, overrides in zip(jobs, given, strict=True):
-        if isinstance(job.return_value, Exception):
-            own = [override for override in overrides if any(override not in other for other in given)]
-            failed.append((" ".join(filter_overrides(own or overrides)), job.return_value))
-    if failed:
+def raise_failures(jobs: Sequence[JobReturn], names: Sequence[str] | None = None) -> None:
+    """Raise ``SweepFailed`` if the return value of a job is an error; ``names`` default to the jobs' own overrides."""
+    names = own_overrides([list(job.overrides or ()) for job in jobs]) if names is None else names
+    found = zip(names, (job.return_value for job in jobs), strict=True)
+    if failed := [(name, error) for name, error in found if isinstance(error, Exception)]:
         raise SweepFailed(failed, len(jobs))
 
 

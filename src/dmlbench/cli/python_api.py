@@ -4,8 +4,10 @@ Nothing here reads or changes Hydra's state of the process; relative paths are t
 user can fix raises ``DmlbenchError``.
 """
 
+import contextlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.apps.embeddings import evaluate_from
 from dmlbench.apps.loading import distance_of_run
 from dmlbench.cli.arguments import in_train
+from dmlbench.cli.hydra_command import ProgressFriendlyHandler
 from dmlbench.cli.train import composed_run
+from dmlbench.components import add_module_folder
 from dmlbench.config import arguments_of, compose, composing
 from dmlbench.evaluation.embeddings.embed import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
@@ -23,9 +27,10 @@ from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, DEFAULT_RECALL
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, runs_by_config
+from dmlbench.runtime import progress_bars, shows_progress
 
 
-def run(*overrides: str) -> Path:
+def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None) -> Path:
     """Train and test one config at one fold and repeat, as ``dmlbench train`` does; returns the run directory.
 
     Complete runs are skipped, interrupted ones resume.
@@ -33,12 +38,36 @@ def run(*overrides: str) -> Path:
     Args:
         overrides: of ``dmlbench train``, such as ``"pooling=gsp"``, ``"fit.max_steps=100"``, ``"device=cpu"``,
             ``"paths.output_dir=results"``.
+        config_dir: folder of your own options, as ``--config-dir``; modules beside it can be imported from now on.
+        progress: show the progress bars and log lines of the command. None: in a terminal or notebook.
+            Logging that you configured is left alone.
+
+    Raises:
+        DmlbenchError: what you can fix: a misspelt key, a module that is not found, unreadable data.
     """
     from dmlbench.runner import run as run_config
 
-    with composing():
+    add_module_folder(config_dir)
+    with composing(None if config_dir is None else Path(config_dir).expanduser()):
         cfg = composed_run(in_train(overrides))
-    return run_config(cfg)
+    with _reporting(shows_progress() if progress is None else progress):
+        return run_config(cfg)
+
+
+@contextlib.contextmanager
+def _reporting(shown: bool) -> Iterator[None]:
+    """Show progress bars and, unless somebody configured logging, log lines as commands print them."""
+    logger, root = logging.getLogger("dmlbench"), logging.getLogger()
+    with contextlib.ExitStack() as ended:
+        ended.enter_context(progress_bars(shown))
+        if shown and not (logger.handlers or root.handlers):
+            handler = ProgressFriendlyHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            ended.callback(logger.setLevel, logger.level)
+            ended.callback(logger.removeHandler, handler)
+            logger.setLevel(logging.INFO)
+            logger.addHandler(handler)
+        yield
 
 
 def evaluate(
@@ -48,6 +77,7 @@ def evaluate(
     model: str | os.PathLike[str] | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
+    config_dir: str | os.PathLike[str] | None = None,
 ) -> Evaluation:
     """Exact scores of a run, of a file of embeddings, or of rows in memory, searched among themselves.
 
@@ -57,10 +87,13 @@ def evaluate(
         model: of a file whose rows have a distance of their own, the run or exported folder that made it.
         metrics: names of ``dmlbench.evaluation.metrics.registry``.
         recall_at: K of metrics that take one.
+        config_dir: folder of options that the run was trained with, as ``--config-dir``; its modules can be imported
+            from now on.
 
     Returns:
         ``.scores`` are fractions by name, ``.per_query`` those of every query.
     """
+    add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):
         if labels is None or isinstance(labels, str | os.PathLike):
             raise TypeError("rows in memory need labels in memory: evaluate(rows, labels)")
@@ -81,6 +114,7 @@ def table(
     metrics: Sequence[str] = ("p_at_1", "map_at_r"),
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     allow_partial: bool = False,
+    config_dir: str | os.PathLike[str] | None = None,
 ) -> pd.DataFrame:
     """Configs side by side, as ``dmlbench aggregate`` and ``dmlbench table`` make them: a row a config.
 
@@ -89,11 +123,14 @@ def table(
         metrics: scores to show; what the runs lack is computed and kept.
         recall_at: K of metrics that take one.
         allow_partial: also configs of which runs are missing.
+        config_dir: folder of options that the runs were trained with, as ``--config-dir``; its modules can be imported
+            from now on.
 
     Returns:
         Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
         say what the scores are not: partial, selected on the test set, imported.
     """
+    add_module_folder(config_dir)
     spec, root = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)), str(output_dir)
     for runs in runs_by_config(find_runs(root, configs)).values():
         if any(each.state == "done" for each in runs):

@@ -18,6 +18,7 @@ from dmlbench.apps.experiment_rows import COORDINATES, NARROWING, Row, experimen
 from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.errors import groups
 from dmlbench.cli.hydra_command import composed_command, run_command
+from dmlbench.cli.progress import own_overrides
 from dmlbench.config import composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
@@ -32,7 +33,7 @@ _LINE = 120
 
 def main(line: CommandLine) -> None:
     if line.is_sweep:
-        raise ConfigError("-m: reproduce runs all that is missing of a table; leave -m out")
+        raise ConfigError("-m: reproduce runs all missing runs of a table. Leave -m out.")
     own, given, launching = parts_of(line, _OWN)
     if line.help or line.cfg:
         run_command("reproduce", lambda cfg: None, own)
@@ -96,7 +97,7 @@ def _print_list(folders: Sequence[Path]) -> None:
         told = "; ".join(experiment_rows.states(name, reproduce_of(known.get(name)), name in known))
         print(f"{name:<{width}}  {shorten(told, _LINE - width - 2, placeholder='…')}")
     others = ", ".join(name for name in known if name not in names)
-    print(f"\n{fill(f'other experiments, which are tables of their own rows or grids: {others}', _LINE)}")
+    print(f"\n{fill(f'other experiments: {others}', _LINE)}")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,6 @@ class Table:
     reproduce: Mapping[str, Any]
     rows: tuple[Row, ...]  # with the command line's overrides
     coordinates: Mapping[str, Sequence[int]]  # the requested folds and repeats, where they are narrowed
-    backbone: str  # the experiment's
     part: tuple[str, ...]  # which part of the whole table this is, as in "dataset=cub200"; empty for the whole
 
     @property
@@ -126,6 +126,13 @@ class Table:
         """The label of the first row of each config."""
         return {row.overrides: row.label for row in reversed(self.rows)}
 
+    @property
+    def names(self) -> dict[tuple[str, ...], str]:
+        """The label of each config with its setting; in a grid, its own overrides."""
+        if any(row.label for row in self.rows):
+            return {row.overrides: row.name for row in reversed(self.rows)}
+        return dict(zip(self.wanted, own_overrides(self.wanted), strict=True))
+
 
 def known_name(name: str | None, folders: Sequence[Path]) -> str:
     known = experiments(folders)
@@ -135,7 +142,7 @@ def known_name(name: str | None, folders: Sequence[Path]) -> str:
     if name in known:
         return name
     if name in tables():
-        raise ConfigError(f"{name} has no experiment yet: none of its rows can be run by name")
+        raise ConfigError(f"{name}: the table has no experiment yet, so its rows cannot be run.")
     raise ConfigError(f"no table or experiment is called '{name}': {closest(name, listed, most=len(listed))}")
 
 
@@ -182,8 +189,8 @@ def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[
     rows = [row if row.blocker else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
     if all(row.blocker for row in rows):
         why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))
-        raise ConfigError(f"{name}: nothing of what was asked for can be run ({why})")
-    return Table(name, file, reproduce, tuple(rows), coordinates, choices.get("backbone", ""), tuple(part))
+        raise ConfigError(f"{name}: no requested row can be run ({why}).")
+    return Table(name, file, reproduce, tuple(rows), coordinates, tuple(part))
 
 
 def _part(kept: Sequence[Row], everything: Sequence[Row]) -> list[str]:
@@ -226,7 +233,7 @@ def grid(params: Mapping[str, Any], given: Sequence[str]) -> tuple[list[tuple[st
         if (key := override.key_or_group) in COORDINATES:
             numbers = [value.partition("=")[2] for value in values]
             if not all(number.isdecimal() for number in numbers):
-                raise ConfigError(f"{text}: {key} is a number from 0, or several of them, such as {key}=0,1")
+                raise ConfigError(f"{text}: expected numbers from 0, such as {key}=0,1.")
             coordinates[key] = [int(number) for number in numbers]
         else:
             axes.append(values)

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,17 +17,19 @@ from hydra.core.utils import JobReturn
 
 from dmlbench.apps import paper_comparison
 from dmlbench.apps.compare_configs import ConfigSummary, build_tables
-from dmlbench.apps.experiment_rows import hours_per_run
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.plan import Plan, Run, compose_configs, make_plan, missing_inputs
+from dmlbench.apps.plan import Plan, Run, compose_configs, load_inputs, make_plan
+from dmlbench.apps.time_estimate import measured_times
 from dmlbench.cli import train
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.hydra_command import Job, launch, quiet, raise_failures
+from dmlbench.cli.preflight import Settings, check_runs, composer, print_plan, print_time
+from dmlbench.cli.progress import Progress
 from dmlbench.cli.reproduce import Table
 from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.identity import PlannedConfig, planned_config
+from dmlbench.identity import PlannedConfig
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, side_by_side, verdict_on
 from dmlbench.runtime import read_json
@@ -48,97 +49,70 @@ def run_table(
     config_dir: Path | None,
 ) -> None:  # fmt: skip
     """Plan, run part i of n (``shard``), compare. Overrides: ``given`` of runs, ``launching`` of Hydra's launchers."""
+    settings: Settings = {}
+    compose = composer(settings, is_checked=args.dry_run)
     with quiet("dmlbench.recipes"):  # each run logs what its recipe set
-        configs = compose_configs(table.wanted, _planned)
+        configs = compose_configs(table.wanted, compose)
         known = [config for config in configs.values() if not isinstance(config, str)]
         failures = [config for config in configs.values() if isinstance(config, str)]
         if failures and not known:
             raise ConfigError(failures[0])
-        plan = make_plan(known, _planned, args.paths.output_dir, table.coordinates)
+        plan = make_plan(known, compose, args.paths.output_dir, table.coordinates)
     waves = plan.waves(shard)
-    _print_plan(plan, table, waves, failures)
-    mixed = paper_comparison.mixtures((*plan.runs, *plan.preparing), to_do=any(waves) and args.run_missing)
+    to_do = [run for wave in waves for run in wave]
+    is_elsewhere = any(_ON_OTHER_MACHINES in override for override in launching)
+    moved = paper_comparison.moving(given) if table.has_scores else []
+    is_own = table.has_scores and not table.file.is_relative_to(config_folder())
+    of_file = [f"rows of your own experiment: {table.file}"] if is_own else []
+    mixed = paper_comparison.mixtures((*plan.runs, *plan.preparing), to_do=bool(to_do) and args.run_missing)
+    print_plan(plan, table.names, failures)
     if args.dry_run:
         print("".join(f"{note}\n" for note in mixed), end="")
+        check_runs(
+            plan, to_do, table.names, failures, args.paths.output_dir, table=table, settings=settings,
+            reasons=[*paper_comparison.given_by_hand(moved), *of_file], is_elsewhere=is_elsewhere,
+        )  # fmt: skip
         return
+    print_time(to_do, measured_times(plan), with_sources=False)
+    print()
     if mixed and not args.allow_mixed:
-        raise ConfigError(f"{table.name}: {'; '.join(mixed)}; allow_mixed=true puts them side by side and says so")
+        raise ConfigError(f"{table.name}: {'; '.join(mixed)}. Set allow_mixed=true to allow it.")
     done: list[JobReturn] = []
-    blocked: dict[str, DmlbenchError] = {}
-    count = sum(map(len, waves))
+    blocked: Mapping[str, DmlbenchError] = {}
+    names: list[str] = []
     if waves and args.run_missing:
-        if not any(_ON_OTHER_MACHINES in override for override in launching):
-            blocked = missing_inputs({run.config.sha256: run.config for wave in waves for run in wave}.values())
+        if not is_elsewhere:
+            blocked = load_inputs({run.config.sha256: run.config for run in to_do}.values()).missing
             waves = [kept for wave in waves if (kept := [run for run in wave if run.config.sha256 not in blocked])]
             if blocked and not waves and not any(run.state == "done" for run in plan.runs):
                 raise _one_error(blocked)
+        names = [_name(run, table) for wave in waves for run in wave]
+        job = Job("train", train.task, config_dir, Progress(names))
         for wave in waves:
-            jobs = [run.overrides for run in wave]
-            done += launch(Job("train", train.task, config_dir), jobs, in_train(launching), len(done))
+            done += launch(job, [run.overrides for run in wave], in_train(launching), len(done))
         plan = plan.refreshed()
         mixed = paper_comparison.mixtures((*plan.runs, *plan.preparing), to_do=False)
-    moved = paper_comparison.moving(given) if table.has_scores else []
-    if table.has_scores and not table.file.is_relative_to(config_folder()):
-        mixed = [*mixed, f"rows of one's own: {table.file}"]
-    _print_table(args, table, plan, configs, moved, mixed, blocked)
+    _print_table(args, table, plan, configs, moved, [*mixed, *of_file], blocked)
     for run in plan.requested:
         if run.problem:
             what = {"failed": "failed", "unusable": "cannot be used"}.get(run.state, "note")
             print(f"{what}: {run.problem if str(run.path) in run.problem else f'{run.path}: {run.problem}'}")
-    raise_failures(done)
+    raise_failures(done, names)
     if blocked:
-        raise RunError(f"{count - sum(map(len, waves))} of {count} runs were not begun: {_one_error(blocked)}")
+        count = len(to_do)
+        raise RunError(f"{count - len(names)} of {count} runs did not start: {_one_error(blocked)}")
 
 
-def _planned(overrides: Sequence[str]) -> PlannedConfig:
-    return planned_config(tuple(overrides), train.composed_run(overrides))
+def _name(run: Run, table: Table) -> str:
+    """What log lines call a run."""
+    name = table.names.get(run.config.overrides) or run.config.name  # the first stage of a row is no row
+    return f"{name} on {run.config.dataset}, fold {run.fold}, repeat {run.repeat}"
 
 
 def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
     """The errors of several configs as one that has each message once."""
     errors = list({str(error): error for error in blocked.values()}.values())
     return errors[0] if len(errors) == 1 else type(errors[0])("; ".join(map(str, errors)))
-
-
-def _print_plan(plan: Plan, table: Table, waves: Sequence[Sequence[Run]], failures: Sequence[str]) -> None:
-    """Print the state of every config's requested runs, how many are to be run, and what these cost."""
-    shown = [*{config.sha256: config for config in plan.first.values()}.values(), *plan.configs]
-    labels = {config.sha256: table.labels.get(config.overrides, "") for config in shown}
-    of_label, width = max(map(len, labels.values())), max(len(config.place) for config in shown)
-    stated = {}
-    for config in shown:
-        of_config = Counter(run.state for run in plan.requested if run.config.sha256 == config.sha256)
-        row = f"{labels[config.sha256]:<{of_label}}  " if of_label else ""
-        print(f"{row}{config.place:<{width}}  {_counted(of_config) or 'no run requested'}")
-        chosen = dict(override.partition("=")[::2] for override in config.overrides)
-        backbone = chosen.get("backbone", table.backbone)
-        if chosen.get("fit") != "untrained":  # the hours are of a training
-            stated[config.sha256] = hours_per_run(table.reproduce, config.dataset, backbone)
-    for failure in dict.fromkeys(failures):
-        print(f"not planned: {failure}")
-    to_do = [run for wave in waves for run in wave]
-    total = _counted(Counter(run.state for run in plan.requested))
-    print(f"{len(shown)} configs, {len(plan.requested)} runs: {total}")
-    takes = paper_comparison.seconds_per_run(plan, stated)
-    print(f"to run here: {', '.join([str(len(to_do)), *_costs(to_do, takes, table.reproduce)])}\n")
-
-
-def _counted(states: Counter[str]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in states.items())
-
-
-def _costs(to_do: Sequence[Run], takes: Mapping[str, tuple[float, str]], reproduce: Mapping[str, Any]) -> list[str]:
-    known = [takes[run.config.sha256] for run in to_do if run.config.sha256 in takes]
-    stated = reproduce.get("hours_per_run") or {}
-    parts = []
-    for how in dict.fromkeys(how for _, how in known):
-        hours = sum(seconds for seconds, by in known if by == how) / 3600
-        device = "" if how == "measured here" else f" on {stated.get('device', 'an unnamed device')}"
-        bound = "at most " if stated.get("upper_bound") and how != "measured here" else "about "
-        parts.append(f"{bound}{hours:,.2f} hours {how}{device}")
-    if unknown := len(to_do) - len(known):
-        parts.append(f"{unknown} runs of unknown cost" if known else "of unknown cost: no run of it is complete")
-    return parts
 
 
 def _print_table(
@@ -157,7 +131,7 @@ def _print_table(
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
     if in_use := [str(run.path) for run in plan.runs if run.state == "running"]:
         listed = ", ".join(in_use[:_MOST_LISTED]) + (" and others" if len(in_use) > _MOST_LISTED else "")
-        notes.append(f"left to the processes that have them: {len(in_use)} runs ({listed})")
+        notes.append(f"running in other processes: {len(in_use)} runs ({listed})")
     if table.has_scores:
         comparisons, deviations = paper_comparison.compare_rows(table.rows, plan, configs, blocked, reasons)
         write_comparison(table.name, comparisons, [*notes, *deviations], base)
@@ -250,7 +224,7 @@ def run_commands(
     ``dmlbench train`` skips its complete runs; other commands are skipped where their output exists.
     """
     if unknown := [key for key in ("rows", "fold", "repeat", "shard") if getattr(args, key) is not None]:
-        raise ConfigError(f"{name} is made by commands: {unknown[0]} chooses nothing of it")
+        raise ConfigError(f"{unknown[0]}: {name} is made by commands, which do not take it. Leave it out.")
     folder = Path(args.paths.output_dir) / "tables" / name
     commands = list(_commands(name, reproduce["commands"], given, config_dir, folder))
     if not commands:
@@ -267,7 +241,7 @@ def run_commands(
             command.output.parent.mkdir(parents=True, exist_ok=True)
         code = subprocess.run([sys.executable, "-m", "dmlbench", *command.arguments], check=False).returncode
         if code:
-            raise RunError(f"{command} ended with exit code {code}; start the same command again to resume")
+            raise RunError(f"{command} ended with exit code {code}. The same command resumes.")
     if not args.dry_run and _has_numbers(name):
         _print_comparison(name, commands, given, folder)
 

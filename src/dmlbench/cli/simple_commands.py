@@ -99,7 +99,8 @@ def export(args: Any) -> None:
     from dmlbench.apps.export import export_run
 
     formats = None if args.formats is None else list(args.formats)
-    for name, reason in export_run(args.run, args.output, formats=formats, license=args.license).items():
+    options = {"formats": formats, "license": args.license, "modules": args.modules}
+    for name, reason in export_run(args.run, args.output, **options).items():
         print(f"no {name}: {reason}")
     print(f"written: {args.output}")
 
@@ -109,8 +110,8 @@ def embed(args: Any) -> None:
     from dmlbench.apps.loading import load
 
     model = load(args.model, device=args.device, modules=args.modules)
-    reading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
-    stored = embed_folder(model, args.images, args.output, progress=sys.stderr.isatty(), **reading)
+    options = {key: getattr(args, key) for key in ("normalize", "batch_size", "num_workers")}
+    stored = embed_folder(model, args.images, args.output, progress=sys.stderr.isatty(), **options)
     gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"
     print(f"{len(stored.queries)} images{gallery}, {model.embedding_size} numbers each")
     print(f"written: {args.output}")
@@ -133,7 +134,7 @@ def import_(args: Any) -> None:
 def aggregate(args: Any) -> None:
     from dmlbench.apps.loading import distance_of_run
     from dmlbench.components import component
-    from dmlbench.results.aggregate import aggregate_config
+    from dmlbench.results.aggregate import IncompleteConfig, aggregate_config
     from dmlbench.results.caveats import caveats
     from dmlbench.results.store import find_runs, runs_by_config
 
@@ -144,32 +145,43 @@ def aggregate(args: Any) -> None:
             f"no run under {args.paths.output_dir} matches '{args.configs}'; `dmlbench status` lists the runs"
         )
     how = {"allow_partial": args.allow_partial, "force": args.force, "progress": sys.stderr.isatty()}
-    failures = []
+    incomplete, failures = [], []
     for number, (path, runs) in enumerate(configs.items(), start=1):
         print(f"[{number}/{len(configs)}] {path}")
         try:
             summary = aggregate_config(runs, spec, distance_of=distance_of_run, **how)
+        except IncompleteConfig as error:
+            incomplete.append(error)
+            print("      incomplete")
+            continue
         except DmlbenchError as error:
             failures.append(error)
-            print(f"      FAILED: {error}")
+            print("      cannot be aggregated")
             continue
         for caveat in caveats(summary):
             print(f"      {caveat}")
         for kind, scores in summary["scores"].items():
             print(f"      {kind}: " + ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items()))
-    if failures:  # every config that can be summarized is
-        count = f"{len(failures)} of {len(configs)} configs could not be summarized"
+    done = len(configs) - len(incomplete) - len(failures)
+    print(f"aggregated: {done} of {len(configs)} configs")
+    for problem in (*incomplete, *failures):
+        print(f"  {problem}")
+    if failures:
+        count = f"{len(failures)} of {len(configs)} configs cannot be aggregated"
         raise type(failures[0])(f"{count}: {failures[0]}")
+    if not done:
+        raise RunError(f"no config is complete: {incomplete[0]}")
 
 
 def table(args: Any) -> None:
-    from dmlbench.apps.compare_configs import build_tables, compare_configs, differences_text, find_configs, runs_frame
+    from dmlbench.apps.compare_configs import build_tables, compare_configs, comparison_table, find_configs, runs_frame
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write
 
     if args.name is not None:
         check_file_name(args.name)
     spec = component(args.evaluation)
+    folder = Path(args.paths.output_dir) / "tables"
     if args.compare is not None:
         if len(args.compare) < 2:
             raise ConfigError(f"compare: got {len(args.compare)} config, expected two or more.")
@@ -178,9 +190,9 @@ def table(args: Any) -> None:
             compare_configs(args.paths.output_dir, [first, other], spec, allow_partial=args.allow_partial)
             for other in others
         ]
-        print(found[0].to_text() if len(found) == 1 else differences_text(found))
+        dataset, protocol = found[0].first.parts[-3:-1]
+        comparison_table(found).publish(folder / (args.name or f"{dataset}-{protocol}-differences"))
         return
-    folder = Path(args.paths.output_dir) / "tables"
     grouped = find_configs(args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial)
     tables = build_tables(grouped, spec, facts=list(args.facts))
     for (dataset, protocol), one in tables.items():
@@ -204,8 +216,12 @@ def report(args: Any) -> None:
     folder = Path(args.paths.output_dir) / "tables"
     spec = component(args.evaluation)
     remove_leftovers(folder)
-    grouped = find_configs(args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial)
-    shown = {"num_queries": args.queries, "num_nearest": args.nearest}
+    left_out: dict[Path, str] = {}
+    grouped = find_configs(
+        args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial, left_out=left_out
+    )
+    reasons = [reason.replace(f"{args.paths.output_dir}/", "") for reason in left_out.values()]
+    shown = {"num_queries": args.queries, "num_nearest": args.nearest, "left_out": reasons}
     if not args.picture:
         path = Path(args.output or folder / "report.html")
         write_page(

@@ -15,27 +15,42 @@ from omegaconf.errors import OmegaConfBaseException
 from dmlbench.cli.arguments import CommandLine, for_hydra, remove_former_arguments
 from dmlbench.cli.errors import explain, root_cause
 from dmlbench.cli.hydra_command import run_command
-from dmlbench.config import complete_config, composing, key_of, without_hydra
-from dmlbench.types import ConfigError, DmlbenchError, flatten
+from dmlbench.cli.progress import Progress
+from dmlbench.config import complete_config, composing, config_folder, key_of, without_hydra
+from dmlbench.types import ConfigError, DmlbenchError, RunInUse, flatten
 
 COMMAND_LINE = "command line"
 _RECIPE = "recipe/values/"
 
 
 def main(line: CommandLine) -> None:
-    """Train one run or a sweep; with ``--why`` print every value and where it comes from."""
+    """Train one run or a sweep; ``--why`` prints every value and its source, ``--dry-run`` the runs and what lacks."""
     if line.why:
         print_value_sources(line)
+    elif line.dry_run:
+        from dmlbench.cli.preflight import check_sweep
+
+        check_sweep(line)
     else:
         run_command("train", task, line)
 
 
-def task(cfg: DictConfig) -> str:
+def task(cfg: DictConfig, progress: Progress | None = None) -> str:
     """Run the composed configuration; returns the run directory as a string for sweepers."""
-    from dmlbench.runner import run  # torch is imported only once the configuration is known to compose
+    from dmlbench.identity import directory_of  # torch is imported only once the configuration is known to compose
+    from dmlbench.results.store import RESULT
+    from dmlbench.runner import run
 
     settle_choices(cfg, HydraConfig.get())
-    return str(run(cfg))
+    if progress is None:
+        return str(run(cfg))
+    progress.log_start(HydraConfig.get().job.num)
+    progress.skipped += (directory_of(cfg) / RESULT).exists()
+    try:
+        return str(run(cfg))
+    except RunInUse:
+        progress.skipped += 1
+        raise
 
 
 def composed_run(overrides: Sequence[str]) -> DictConfig:
@@ -64,12 +79,13 @@ def settle_choices(cfg: DictConfig, hydra: Any) -> None:
         choices["backbone"] = str(cfg.backbone.name)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
+    OmegaConf.update(cfg, "runtime.config_dir", next((str(f) for f in folders if f != config_folder()), None))
 
 
 def print_value_sources(line: CommandLine) -> None:
     """Print every key with its value and its source, and the recipe's values that something else replaced."""
-    if line.is_sweep or line.help or line.cfg:
-        raise ConfigError("--why explains one run: leave -m, --help and --cfg out")
+    if line.is_sweep or line.help or line.cfg or line.dry_run:
+        raise ConfigError("--why explains one run. Leave -m, --help, --cfg and --dry-run out.")
     overrides = for_hydra("train", line)
     with composing(line.config_dir):
         cfg = hydra.compose("train", overrides=overrides)

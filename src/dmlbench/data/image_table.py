@@ -104,8 +104,8 @@ def table_of(
         if found != dict(published.by_role):
             if check_counts:
                 raise DataError(
-                    f"{name} in '{place}' has {Published(found)}; published are {published}; complete the data, or "
-                    "accept a subset with dataset.table.check_counts=false"
+                    f"{name} in '{place}': got {Published(found)}, expected the published {published}. Complete the "
+                    "data, or take a subset with dataset.table.check_counts=false."
                 )
             other = f"other counts than published: {Published(found)}"
             notes = published.subset_note(len(labels)) or (other,)
@@ -217,8 +217,8 @@ def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, 
                 ) from error
     if missing:
         raise DataError(
-            f"data set '{name}' lacks {len(missing):,} of {len(paths):,} image files under '{root}': "
-            f"{shorten(missing)}; copy them there or correct the list"
+            f"{name}: {len(missing):,} of {len(paths):,} listed images are missing in '{root}': {shorten(missing)}. "
+            "Copy them there or correct the list."
         )
     return contents
 

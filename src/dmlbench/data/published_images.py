@@ -4,6 +4,7 @@ Enlarged images, adapted boxes, and images re-encoded in the published way are n
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,16 +19,17 @@ _SHARE = 0.1  # of the images: some published boxes of CUB-200-2011 lie outside,
 _FEWEST_AT_FAULT = 3  # one odd image of a small subset proves nothing
 _FEWEST_ALIKE = 16
 _ROUNDING = 1.0  # pixels
+_SUBSAMPLING = {(2, 2): "4:2:0", (2, 1): "4:2:2"}  # by the sampling factors of the luma layer
 
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file: size before EXIF rotation, Pillow's format and mode, subsampled colors of a JPEG."""
+    """Header of an image file: size before EXIF rotation, Pillow's format and mode, subsampling of a JPEG's colors."""
 
     width: int
     height: int
     format: str
-    coarse_colors: bool = False
+    subsampling: str = ""  # such as "4:2:0"; empty for full color
     mode: str = "RGB"
     orientation: int = 1
 
@@ -37,7 +39,8 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
     try:
         with Image.open(path) as image:
             layers = getattr(image, "layer", [])  # of a JPEG: (id, horizontal and vertical sampling, table)
-            coarse = len({tuple(layer[1:3]) for layer in layers}) > 1
+            factors = [tuple(layer[1:3]) for layer in layers]
+            coarse = _SUBSAMPLING.get(factors[0], "subsampled") if len(set(factors)) > 1 else ""
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
             return Header(image.width, image.height, image.format or "", coarse, image.mode, orientation)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
@@ -51,7 +54,10 @@ def deviations_of_sample(root: str | os.PathLike[str], paths: Sequence[str], ori
 
 
 def deviations(headers: Sequence[Header | None], originals: Originals, rows: IntArray) -> tuple[str, ...]:
-    """How images [n] differ from the published ones, in words; ``rows`` [n] index ``originals.boxes``."""
+    """How images [n] differ from the published ones; ``rows`` [n] index ``originals.boxes``.
+
+    Each text reads "images <participle> ...", such as "images re-encoded (4:2:0 JPEG)".
+    """
     seen = [(header, row) for header, row in zip(headers, rows.tolist(), strict=True) if header is not None]
     if not seen:
         return ()
@@ -60,10 +66,10 @@ def deviations(headers: Sequence[Header | None], originals: Originals, rows: Int
     formats = [header.format for header, _ in seen]
     others = [name for name in formats if name != originals.format]
     if _are_many(len(others), len(formats)):
-        found += [f"images re-encoded as {', '.join(sorted(set(others)))}"]
-    coarse = sum(header.coarse_colors for header, _ in seen)
-    if originals.full_color and len(seen) >= _FEWEST_ALIKE and 2 * coarse > len(seen):
-        found += [f"images re-encoded: colors of {coarse:,} of {len(seen):,} are subsampled, of few published ones are"]
+        found += [f"images re-encoded ({', '.join(sorted(set(others)))})"]
+    coarse = Counter(header.subsampling for header, _ in seen if header.subsampling)
+    if originals.full_color and len(seen) >= _FEWEST_ALIKE and 2 * coarse.total() > len(seen):
+        found += [f"images re-encoded ({coarse.most_common(1)[0][0]} JPEG)"]
     return tuple(found)
 
 
@@ -73,7 +79,7 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
     # A box outside of its image was drawn on a larger one: the image was cut, if it has the size or shape of its box.
     is_outside = np.any(boxes[:, 2:] > sizes + _ROUNDING, axis=1)  # false of NaN
     count, known = int(is_outside.sum()), int(np.isfinite(boxes).all(axis=1).sum())
-    misfit = f"boxes of {originals.boxes_from} lie outside of {count:,} of {known:,}"
+    misfit = f"boxes of {originals.boxes_from} lie outside of {count:,} of {known:,} images"
     if not _are_many(count, known):
         is_outside[:], misfit = False, ""
     outside, shaped = sizes[is_outside], np.maximum((boxes[:, 2:] - boxes[:, :2])[is_outside], 1)
@@ -81,18 +87,18 @@ def _of_sizes(sizes: NDArray[np.float64], originals: Originals, rows: IntArray) 
         return ["images cut to their boxes"]
     is_published = np.all(sizes == (originals.size or np.nan), axis=1)
     if originals.size and not _are_many(int((~is_published).sum()), len(sizes)):
-        return [f"boxes of other images: {misfit}"] if misfit else []
+        return [f"images listed with wrong boxes ({misfit})"] if misfit else []
     if len(sizes) >= _FEWEST_ALIKE and np.all(sizes == sizes[0]):
         width, height = sizes[0].astype(int)
-        return [f"images rescaled to {width} x {height} pixels" + (f", cut or not: {misfit}" if misfit else "")]
+        return [f"images rescaled to {width} x {height} pixels"]
     if _are_most(outside, shaped * np.max(outside / shaped, axis=1, keepdims=True)):
         return ["images cut to their boxes and rescaled"]
     short = sizes.min(axis=1)  # images of many sources differ in size
     if len(sizes) >= _FEWEST_ALIKE and np.all(short == short[0]):
         return [f"images rescaled to a short side of {int(short[0])} pixels"]
     if originals.size:
-        return [f"images of other sizes than the published {originals.size[0]} x {originals.size[1]} pixels"]
-    return [f"images cut or rescaled: {misfit}"] if misfit else []
+        return [f"images resized from the published {originals.size[0]} x {originals.size[1]} pixels"]
+    return [f"images cut or rescaled ({misfit})"] if misfit else []
 
 
 def _are_many(count: int, total: int) -> bool:

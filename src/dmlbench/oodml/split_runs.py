@@ -3,7 +3,7 @@
 import logging
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from dmlbench.apps.compare_configs import Found, named_configs
 from dmlbench.config import listed, read_config
 from dmlbench.results.caveats import by_row, caveats_of_rows
+from dmlbench.results.config_table import differing_settings
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
 from dmlbench.runtime import read_json, set_strict_float32
 from dmlbench.types import ConfigError, RunError, check_file_name
@@ -29,7 +30,7 @@ class SplitRun:
     path: Path
     result: Mapping[str, Any]
     label: str
-    differing: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fold(self) -> int:
@@ -104,7 +105,7 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
     named = named_configs({group: list(found.values()) for group, found in configs.items()})
     return {
         group: [
-            SplitRun(run.path, results[run.path], config.label, config.differing)
+            SplitRun(run.path, results[run.path], config.label, config.settings)
             for config in members
             for run in sorted(config.runs, key=lambda run: (run.fold, run.repeat))
         ]
@@ -115,9 +116,8 @@ def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
 def notes_of(runs: Sequence[SplitRun]) -> list[str]:
     """Caveats on the scores of runs."""
     caveats = caveats_of_rows([run.result for run in runs])
-    settings = dict.fromkeys(note for run in runs for note in run.differing)
-    names = [f"{run.label}, {run.path.name}" for run in runs]
-    return by_row(caveats, names) + [f"DIFFERENT SETTINGS: {note}" for note in settings]
+    names = [f"{run.label} ({run.path.name})" for run in runs]
+    return by_row(caveats, names) + differing_settings([run.settings for run in runs])
 
 
 def write_notes(figure: Figure, notes: Sequence[str], width: int, *, fontsize: int = 7) -> None:

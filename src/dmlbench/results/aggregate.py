@@ -2,13 +2,14 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dmlbench.evaluation.metrics.registry import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results import store
+from dmlbench.results.caveats import abbreviated
 from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
 from dmlbench.results.store import RESULT, Coordinates, RunInfo, run_name
 from dmlbench.runtime import read_json, remove_leftovers, write_json
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 AGGREGATE = "aggregate.json"
 AGGREGATE_SCHEMA = 1
+
+
+class IncompleteConfig(RunError):
+    """A config lacks runs."""
 
 
 _KEYS = {
@@ -45,7 +50,8 @@ def aggregate_config(
         force: summarize and rank collections again; scores of single runs stay.
 
     Raises:
-        RunError: runs are missing, or are of different data or seeds; another process summarizes the config.
+        IncompleteConfig: runs are missing.
+        RunError: runs are damaged, or of different data or seeds; another process summarizes the config.
         ConfigError: a metric that the runs' distance does not allow.
     """
     spec = spec or EvaluationSpec()
@@ -53,7 +59,7 @@ def aggregate_config(
     done = {(run.fold, run.repeat): run.path for run in runs if run.state == "done"}
     results = {coordinates: store.read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
-        raise RunError(f"{config_dir} has no complete run; `dmlbench status` tells what happened to them")
+        raise IncompleteConfig(f"{config_dir}: incomplete: no complete run{_failed(runs)}")
     for folder in (config_dir, *done.values()):
         remove_leftovers(folder)
     for key, result in results.items():
@@ -63,15 +69,13 @@ def aggregate_config(
     if foreign:
         stray = config_dir / foreign[0]
         raise RunError(f"{stray} is of no fold of its protocol, which has {first['num_folds']}; remove it")
-    expected = [(fold, repeat) for fold in range(first["num_folds"]) for repeat in range(first["num_repeats"])]
-    extra = sorted(set(results) - set(expected))
-    if extra:
-        expected = sorted(set(expected) | {(fold, repeat) for fold in range(first["num_folds"]) for _, repeat in extra})
-    missing = [run_name(key) for key in expected if key not in results]
+    missing = missing_runs(results, first)
+    num_expected = len(results) + len(missing)
     if missing and not allow_partial:
-        raise RunError(
-            f"{config_dir}: {len(missing)} of {len(expected)} runs are missing ({', '.join(missing)}); run them, or "
-            "summarize what is there with allow_partial=true"
+        lacking = f"without {abbreviated(missing)}{_failed(runs)}"
+        raise IncompleteConfig(
+            f"{config_dir}: incomplete: {len(results)} of {num_expected} runs, {lacking}. Run the missing ones, or set "
+            "allow_partial=true."
         )
     rule = rule_named(first["aggregation"])
     _require_same(config_dir, results, one_test_set=getattr(rule, "one_test_set", True))
@@ -115,7 +119,7 @@ def aggregate_config(
         "scored_on": "validation" if rule.scored_on == "val" else "test",
         "spread": rule.spread,
         "n_runs": len(results),
-        "n_runs_expected": len(expected),
+        "n_runs_expected": num_expected,
         "missing": missing,
         "n_runs_not_started": sum(
             not result.get("pooling_started", True) and result["steps"] > 0 for result in results.values()
@@ -135,6 +139,23 @@ def aggregate_config(
     }
     write_json(config_dir / AGGREGATE, summary)
     return summary
+
+
+def missing_runs(done: Collection[Coordinates], result: Mapping[str, Any]) -> list[str]:
+    """Names of the runs that a config lacks besides those ``done``: all folds of all repeats must be there.
+
+    Args:
+        result: of one of its runs.
+    """
+    repeats = {*range(result["num_repeats"]), *(repeat for _, repeat in done)}
+    expected = [(fold, repeat) for fold in range(result["num_folds"]) for repeat in sorted(repeats)]
+    return [run_name(key) for key in expected if key not in done]
+
+
+def _failed(runs: Sequence[RunInfo]) -> str:
+    """The failed runs of a config, as the end of a message."""
+    names = [run.path.name for run in runs if run.state == "failed"]
+    return f"; failed: {abbreviated(names)} (see `dmlbench status`)" if names else ""
 
 
 def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:

@@ -1,5 +1,6 @@
 """Caveats of scores (partial, approximate, not the published data), which every table of them prints."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,11 @@ DEGENERATE = "DEGENERATE EMBEDDINGS: "
 OTHER_DATA = "NOT THE PUBLISHED DATA: "
 UNKNOWN = "unknown"
 """Training and selection of an imported model, if the user did not tell."""
+_FORMER_NOTES = (
+    (re.compile(r"images re-encoded: colors of .* are subsampled, .*"), "images re-encoded (4:2:0 JPEG)"),
+    (re.compile(r", cut or not: boxes of .*"), ""),
+)
+"""How results of earlier versions describe their data, and what is written now."""
 
 
 def caveats(scored: Mapping[str, Any]) -> list[str]:
@@ -23,7 +29,7 @@ def caveats(scored: Mapping[str, Any]) -> list[str]:
         )
     if count := scored.get("n_runs_not_started"):
         found.append(f"NOT STARTED: in {count} runs the pooling's prototypes never started")
-    notes = list(scored.get("data_notes", ()))
+    notes = data_notes(scored)
     if "n_query_published" in scored:
         notes.append(queries(scored))
     if notes:
@@ -39,6 +45,14 @@ def caveats(scored: Mapping[str, Any]) -> list[str]:
     elif scored["search"] != "exact":
         found.append(f"APPROXIMATE SEARCH: {scored['search']} ranks a shortlist of each query")
     return found
+
+
+def data_notes(scored: Mapping[str, Any]) -> list[str]:
+    """How the data of a result or summary differ from the published ones, in this version's words."""
+    notes = scored.get("data_notes", ())
+    for former, now in _FORMER_NOTES:
+        notes = [former.sub(now, note) for note in notes]
+    return list(dict.fromkeys(notes))
 
 
 def incomparable(scored: Mapping[str, Any]) -> list[str]:
@@ -63,11 +77,19 @@ def queries(scored: Mapping[str, Any]) -> str:
     return f"{scored['n_query']:,}{of} queries"
 
 
+def abbreviated(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def by_row(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:
-    """Facts of rows as lines: those of all rows once, then the others row by row."""
+    """Facts of rows as lines: those of all rows once, then the others, with the rows that have the same."""
     shared = [fact for fact in facts[0] if all(fact in own for own in facts)]
-    others = [[fact for fact in own if fact not in shared] for own in facts]
-    return shared + [f"{label}: {'; '.join(rest)}" for label, rest in zip(labels, others, strict=True) if rest]
+    others: dict[str, list[str]] = {}
+    for label, own in zip(labels, facts, strict=True):
+        others.setdefault("; ".join(fact for fact in own if fact not in shared), []).append(label)
+    return shared + [f"{', '.join(rows)}: {rest}" for rest, rows in others.items() if rest]
 
 
 def by_fact(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:

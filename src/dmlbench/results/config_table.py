@@ -6,17 +6,27 @@ from typing import Any
 import pandas as pd
 
 from dmlbench.evaluation.metrics.registry import Score, score_named
-from dmlbench.results.caveats import PARTIAL, by_fact, by_row, caveats_of_rows, queries
+from dmlbench.results.caveats import PARTIAL, abbreviated, by_fact, by_row, caveats_of_rows, queries
 from dmlbench.results.table import Entry, Table
 from dmlbench.types import ConfigError, closest
 
+NO_TRAINING = "(no training)"
+"""End of the label of a config that takes no optimizer step."""
 NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
 """Groups whose options name a config; the last only if configs differ in it alone."""
 IMPORTED = "imported"
 """The only choice of an imported config: its label."""
+_OF_TRAINING = ("loss", "miner", "optim", "schedule", "regularizer")
+"""Groups that change nothing without training."""
+_MOST_KEYS = 4
+"""Differing settings of a group that a note lists."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size", "feature_size")
 _OF_RERANK = ("rerank.grid_size", "rerank.num_neighbors")
 """Settings of it that a label says in words."""
+_GAINS = (
+    "over frozen, over whitened: points above the best row without training by validation, of frozen features "
+    "(head=identity) and of learned whitening to the same dimension"
+)
 KINDS = ("separated", "concatenated", "AGS", "best", "mean")
 
 
@@ -26,28 +36,33 @@ def make_table(
     labels: Sequence[str],
     metrics: Sequence[str],
     facts: Sequence[str] = (),
-    differing: Sequence[str] = (),
+    settings: Sequence[Mapping[str, str]] = (),
+    shared: str = "",
 ) -> Table:
     """A row for each summary of ``aggregate_config``.
 
     Args:
         facts: of the splits, as first columns.
-        differing: notes on settings in which the rows differ beyond their labels.
+        settings: of each row, the settings that differ between rows and that its label does not say.
+        shared: what all rows share, for the caption.
     """
-    kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
+    kinds = shown_kinds(summaries)
     known = {metric for summary in summaries for scores in summary["scores"].values() for metric in scores}
     check_metrics(metrics, known)
-    scores = [score_named(metric) for metric in metrics]
+    scores = [
+        (kind, score)
+        for kind in kinds
+        for score in map(score_named, metrics)
+        if kind == kinds[0] or any(score.name in summary["scores"].get(kind, {}) for summary in summaries)
+    ]
     columns = [("", fact) for fact in facts]
-    for kind in kinds:
-        columns += [(kind + size_of(kind, summaries), score.label) for score in scores]
+    columns += [(kind + size_of(kind, summaries), score.label) for kind, score in scores]
     rows = []
     for fact in facts:
         if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
             raise ConfigError(f"no split of these results has the fact '{fact}'")
     for summary in summaries:
-        of_kinds = [summary["scores"].get(kind, {}) for kind in kinds]
-        entries = [entry_of(found, score) for found in of_kinds for score in scores]
+        entries = [entry_of(summary["scores"].get(kind, {}), score) for kind, score in scores]
         rows.append([*(_fact(summary, fact) for fact in facts), *entries])
     gains = gains_over_frozen(summaries, metrics)
     for name, values in gains.items():
@@ -56,23 +71,50 @@ def make_table(
             row.append(value)
     caveats = caveats_of_rows(summaries)
     facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, caveats, strict=True)]
-    settings = [f"DIFFERENT SETTINGS: {note}" for note in differing]
     deviations = [summary.get("deviations", ()) for summary in summaries]
-    notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + settings
-    if any(not score.metric.percent for score in scores):
+    differing = [f"{text} (values: column settings of the CSV)" for text in differing_settings(settings)]
+    notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + differing
+    if any(not score.metric.percent for _, score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
+    if gains:
+        notes.append(_GAINS)
     return Table(
         title,
         pd.DataFrame(rows, index=list(labels), columns=pd.MultiIndex.from_tuples(columns), dtype=object),
         notes=tuple(notes),
+        about=shared,
         align="l" + "c" * len(columns),
         higher_is_better=(False,) * len(facts)
-        + tuple(score.metric.better is not None for score in scores) * len(kinds)
+        + tuple(score.metric.better is not None for _, score in scores)
         + (False,) * len(gains),
         competes=competing(summaries),
-        caveats=(*by_row(caveats, labels), *settings),
-        row_notes=tuple((*own, *deviates, *settings) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
+        caveats=(*by_row(caveats, labels), *differing),
+        row_notes=tuple((*own, *deviates) for own, deviates in zip(facts_of_rows, deviations, strict=True)),
+        row_settings=tuple("; ".join(f"{key}={value}" for key, value in own.items()) for own in settings),
     )
+
+
+def shown_kinds(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Kinds of scores of a table: without concatenations of a single model and the best of a single run."""
+    kinds = [kind for kind in KINDS if any(kind in summary["scores"] for summary in summaries)]
+    dimensions = [summary.get("dimension", {}) for summary in summaries]
+    if all(own.get("concatenated") == own.get("separated") for own in dimensions if "concatenated" in own):
+        kinds = [kind for kind in kinds if kind != "concatenated"]
+    if all(summary["n_runs"] == 1 for summary in summaries):
+        kinds = [kind for kind in kinds if kind != "best"]
+    return kinds
+
+
+def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """A sentence with the settings in which rows differ; many of a group are counted. None if there are none."""
+    groups: dict[str, list[str]] = {}
+    for key in sorted({key for own in settings for key in own}):
+        groups.setdefault(key.partition(".")[0], []).append(key)
+    listed = [
+        ", ".join(keys) if len(keys) <= _MOST_KEYS else f"{len(keys)} settings of {group}"
+        for group, keys in groups.items()
+    ]
+    return [f"Rows also differ in {', '.join(listed)}"] if listed else []
 
 
 def check_metrics(metrics: Sequence[str], known: Collection[str]) -> None:
@@ -90,6 +132,8 @@ def size_of(kind: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, list[str | None]]:
     """Columns of tables with frozen or tuned backbones: trained parameters, seconds per run, gains over no training.
 
+    Columns that are the same in all rows are left out.
+
     The gain is the difference in MAP@R (else the first metric) of separated models to the best untrained pooling *by
     validation*: of its features themselves (``head=identity``), and whitened (``head=learned_whitening``) to the row's
     dimension.
@@ -97,9 +141,9 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
     training = [summary.get("training") or {} for summary in summaries]
     parts = {"frozen": "frozen_until", "tuning": "tuning"}
     columns = {label: [own.get(key) for own in training] for label, key in parts.items()}
-    columns = {label: values for label, values in columns.items() if any(values)}
-    if not columns:
+    if not any(map(any, columns.values())):
         return {}
+    columns = {label: values for label, values in columns.items() if len(set(values)) > 1}
     metric = "map_at_r" if "map_at_r" in metrics else metrics[0]
     label = score_named(metric).label
 
@@ -160,9 +204,9 @@ def _fact(summary: Mapping[str, Any], name: str) -> str | None:
 def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
     """Number of runs, spread, caveats and search of a row."""
     facts = []
-    runs = f"{summary['n_runs']} runs"
+    runs = f"{summary['n_runs']} run{'s' * (summary['n_runs'] > 1)}"
     if summary["missing"]:
-        missing = ", ".join(summary["missing"])
+        missing = abbreviated(summary["missing"])
         runs = f"{PARTIAL}{summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
     if summary["n_collections"]:
         count = summary["n_collections"]
@@ -171,9 +215,6 @@ def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
     else:
         spread = f"; mean ± population std over {summary.get('spread', 'repeats')}"
         facts.append(runs + (spread if summary["n_runs"] > 1 else ", hence no std"))
-    if training := summary.get("training"):
-        views = f", {training['views']} cached views" if training["views"] else ""
-        facts.append(f"{' x '.join(map(str, training['image_size']))} pixels{views}")
     facts += [caveat for caveat in caveats if not caveat.startswith(PARTIAL)]
     searched = queries(summary)
     if summary["n_gallery"] != summary["n_query"]:
@@ -199,26 +240,28 @@ def _words(choices: Mapping[str, str], groups: Sequence[str]) -> list[str]:
 
 def config_labels(
     configs: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]], by_hand: Sequence[Mapping[str, str]] = ()
-) -> tuple[list[str], list[str]]:
-    """Shortest different labels of configs, and notes on what else differs between them.
+) -> tuple[list[str], list[dict[str, str]]]:
+    """Shortest different labels of configs, and what else differs between them.
 
     Args:
         configs: per config the chosen option of each group, and the flattened configuration.
         by_hand: per config, a remark on each setting that differs from its chosen option.
 
     Returns:
-        Labels: the chosen options that differ, then values that differ between configs of the same options. Notes:
-        other settings with different values, and those of ``by_hand``.
+        Labels: the chosen options that differ, then values that differ between configs of the same options. Settings
+        of each config that its label does not say: those that differ between trained configs, and those of ``by_hand``
+        that not all configs have.
     """
     made_here = [choices for choices, _ in configs if IMPORTED not in choices]
+    settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
+    is_untrained = [config.get("fit.max_steps") == 0 for config in settings]
     *usual, last = NAMING_GROUPS
     groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
     words = [" ".join(_words(choices, groups)) for choices, _ in configs]
     if len({(word, choices.get(last)) for word, (choices, _) in zip(words, configs, strict=True)}) > len(set(words)):
         groups.append(last)
         words = [" ".join(_words(choices, groups)) for choices, _ in configs]
-    settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
-    is_untrained = [config.get("fit.max_steps") == 0 for config in settings]
+    words = _without_training(words, configs, is_untrained, groups)
     kinds = [(_reranking(config), no) for config, no in zip(settings, is_untrained, strict=True)]
     labels = []
     for name, config, kind in zip(words, settings, kinds, strict=True):
@@ -228,26 +271,52 @@ def config_labels(
         differing = sorted(key for key in keys if len({repr(other.get(key)) for other in rivals}) > 1)
         values = [f"{key}={config[key]}" for key in differing if config.get(key) is not None]
         reranking, untrained = kind
-        labels.append(" ".join([name, *values]) + reranking + " (untrained)" * untrained)
-    trained = [(label, config) for label, config, no in zip(labels, settings, is_untrained, strict=True) if not no]
-    notes = []
-    for key in sorted({key for _, config in trained for key in config}):
-        held: dict[str, list[str]] = {}
-        for label, config in trained:
-            if key in config:
-                held.setdefault("null" if config[key] is None else str(config[key]), []).append(label)
-        hidden = [label for label, config in trained if config.get(key) is not None and f" {key}=" not in label]
+        label = " ".join(filter(None, [name, *values])) + reranking + f" {NO_TRAINING}" * untrained
+        labels.append(label.strip())
+    found = _unsaid(settings, labels, groups, is_untrained)
+    remarks = by_hand or [{}] * len(configs)
+    for own, config, label, remarked in zip(found, settings, labels, remarks, strict=True):
+        for key, remark in remarked.items():
+            shared = all(key in other for other in remarks) and len({str(other.get(key)) for other in settings}) == 1
+            if key in config and key.partition(".")[0] in groups and f" {key}=" not in label and not shared:
+                own[key] = f"{_text(config[key])} ({remark})"
+    return labels, found
+
+
+def _unsaid(
+    settings: Sequence[Mapping[str, Any]], labels: Sequence[str], groups: Sequence[str], is_untrained: Sequence[bool]
+) -> list[dict[str, str]]:
+    """Settings in which trained configs differ and that no label says, by config; without those of ``groups``."""
+    found: list[dict[str, str]] = [{} for _ in settings]
+    trained = [i for i, no in enumerate(is_untrained) if not no]
+    for key in sorted({key for i in trained for key in settings[i]}):
+        holding = [i for i in trained if key in settings[i]]
+        hidden = any(settings[i].get(key) is not None and f" {key}=" not in labels[i] for i in trained)
         said = key in _OF_RERANK or key.partition(".")[0] in (*groups, IMPORTED)
-        if len(held) > 1 and hidden and not said:
-            listed = (f"{value} ({', '.join(some)})" for value, some in held.items())
-            notes.append(f"{key}: {'; '.join(listed)}")
-    rows_of: dict[tuple[str, str, str], list[str]] = {}
-    for label, config, own in zip(labels, settings, by_hand or [{}] * len(settings), strict=True):
-        for key, said_of_it in own.items():
-            if key in config and key.partition(".")[0] in groups and f" {key}=" not in label:
-                rows_of.setdefault((key, str(config[key]), said_of_it), []).append(label)
-    notes += [f"{key}: {value} ({', '.join(rows)}), {said_of_it}" for (key, value, said_of_it), rows in rows_of.items()]
-    return labels, notes
+        if hidden and not said and len({_text(settings[i][key]) for i in holding}) > 1:
+            for i in holding:
+                found[i][key] = _text(settings[i][key])
+    return found
+
+
+def _without_training(
+    words: Sequence[str], configs: Sequence[tuple[Mapping[str, str], Mapping[str, Any]]],
+    is_untrained: Sequence[bool], groups: Sequence[str],
+) -> list[str]:  # fmt: skip
+    """Words of configs, those without training without loss and optimizer unless these distinguish them."""
+    of_model = [group for group in groups if group not in _OF_TRAINING]
+    brief = {
+        word: " ".join(_words(choices, of_model))
+        for word, (choices, _), no in zip(words, configs, is_untrained, strict=True)
+        if no
+    }
+    if len(set(brief.values())) < len(brief):
+        return list(words)
+    return [brief[word] if no else word for word, no in zip(words, is_untrained, strict=True)]
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _reranking(config: Mapping[str, Any]) -> str:

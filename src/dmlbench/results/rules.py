@@ -27,7 +27,7 @@ from dmlbench.evaluation.spec import EvaluationSpec, shortlist_of
 from dmlbench.results.collections import collections, confidence_interval, mean_and_std, summarize
 from dmlbench.results.store import EMBEDDINGS, Coordinates, locked, require_own_files, require_tested, run_name
 from dmlbench.runtime import atomic_write, read_json, write_json
-from dmlbench.types import RunError, closest
+from dmlbench.types import RunError, closest, missing_module
 
 COLLECTIONS = "collections.csv"
 _JOINED = "concatenated_"
@@ -327,6 +327,8 @@ def rule_named(name: str) -> AggregationRule:
         rule: AggregationRule = getattr(importlib.import_module(module), attribute)
         return rule
     except (ImportError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == (top := module.partition(".")[0]):
+            raise RunError(missing_module(top, "aggregation")) from error
         raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
 
 

@@ -22,6 +22,7 @@ from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, requir
 
 RESULT, ERROR, CONFIG, EMBEDDINGS = "result.json", "error.txt", "config.yaml", "embeddings.safetensors"
 DISTANCE = "distance.safetensors"  # state of a distance that has one
+PER_QUERY = "per_query.csv"  # test scores of each query
 PLAN = "plan.json"  # of stage 1 of the two-stage protocol
 RESULT_SCHEMA = 1
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import atomic_write, remove_leftovers
 from dmlbench.types import DataError, escape_latex
 
-_BEST = "percent; best of each column in bold"
+_PERCENT, _BEST = "percent", "; best of each column in bold"
+_WIDTH = 120
 _KINDS = "(separated|concatenated)"
 _METRICS = ("P@1", "MAP@R")
 _ONE_REPEAT = re.compile(r"PARTIAL: (\d+ of \d+ runs), .*; one collection, hence no std")
@@ -47,6 +49,7 @@ class Table:
     competes: tuple[bool, ...] = ()  # of each row, whether it may be the best
     caveats: tuple[str, ...] = ()  # notes that the caption in LaTeX must not leave out
     row_notes: tuple[tuple[str, ...], ...] = ()  # notes of each row, in the CSV
+    row_settings: tuple[str, ...] = ()  # settings of each row that its label does not say, in the CSV
     data: pd.DataFrame | None = None  # what the CSV holds instead of means, standard deviations and ``row_notes``
 
     @property
@@ -63,10 +66,18 @@ class Table:
             result.append(max(means) if marks and len(means) > 1 else None)
         return result
 
+    @property
+    def _marks_best(self) -> bool:
+        return bool(self.higher_is_better) and any(top is not None for top in self.best())
+
+    def _unit(self, best: str) -> str:
+        """The unit of the scores and, if one is marked, the mark of the ``best``; empty for a table of texts."""
+        return _PERCENT + best * self._marks_best if self.higher_is_better else ""
+
     def to_text(self) -> str:
         """For the terminal: aligned columns, a star at the best."""
         heads = [str(self.frame.index.name or ""), *(column[-1] for column in self.columns)]
-        rows = self._cells("{}*", "{} ") if self.higher_is_better else self._cells()
+        rows = self._cells("{}*", "{} ") if self._marks_best else self._cells()
         widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
         top = " " * widths[0]
         for name, size, stop in self._groups():
@@ -78,22 +89,22 @@ class Table:
             aligned = zip(cells, widths, self._align(), strict=True)
             return "  ".join(c.ljust(width) if side == "l" else c.rjust(width) for c, width, side in aligned).rstrip()
 
-        lines = [f"{self.title}: {self.about}" if self.about else self.title]
+        lines = textwrap.wrap(f"{self.title}: {self.about}" if self.about else self.title, _WIDTH)
         if self.blocks:
             for name, block in self._blocks(rows):
                 lines += [name, line(heads), *map(line, block), ""]
         else:
             rule = "-" * max(len(top), sum(widths) + 2 * (len(widths) - 1))
             lines += [rule, *([top.rstrip()] if top.strip() else []), line(heads), rule, *map(line, rows), rule]
-        notes = ["percent; * best of the column"] * bool(self.higher_is_better) + list(self.notes)
+        notes = filter(None, (self._unit("; * best of the column"), *self.notes))
         return "\n".join([*lines, *(f"  {note}" for note in notes)])
 
     def to_markdown(self) -> str:
-        heads = [str(self.frame.index.name or ""), *map(" ".join, self.columns)]
+        heads = [str(self.frame.index.name or ""), *self._full_heads()]
         lines = [f"### {self.title}", *([self.about] if self.about else [])]
         for name, rows in self._blocks(self._cells("**{}**")):
             lines += ["", *([f"**{name}**", ""] if name else []), *markdown_lines(heads, rows, self._align())]
-        notes = [_BEST] * bool(self.higher_is_better) + list(self.notes)
+        notes = filter(None, (self._unit(_BEST), *self.notes))
         return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
 
     def to_csv(self) -> str:
@@ -104,17 +115,22 @@ class Table:
         if self.data is not None:
             return self.data
         columns: dict[str, Iterable[object]] = {"row": self.frame.index}
-        for name, entries in zip(map(" ".join, self.columns), self._entries().T, strict=True):
+        for name, entries in zip(self._full_heads(), self._entries().T, strict=True):
+            if all(isinstance(entry, str) for entry in entries if entry is not None) and any(entries):
+                columns[name] = entries
+                continue
             columns[f"{name} mean"] = [entry.mean if isinstance(entry, Entry) else entry for entry in entries]
             deviations = (entry.std if isinstance(entry, Entry) else None for entry in entries)
             columns[f"{name} std"] = [np.nan if std is None else std for std in deviations]
-        return pd.DataFrame({**columns, "notes": ["; ".join(notes) for notes in self.row_notes]})
+        settings = {"settings": self.row_settings} if any(self.row_settings) else {}
+        return pd.DataFrame({**columns, **settings, "notes": ["; ".join(notes) for notes in self.row_notes]})
 
     def to_latex(self) -> str:
         """A floating ``table``, or a ``longtable`` of blocks; the caption has the caveats."""
         escape = escape_latex
-        title = f"{self.title}, {_BEST}" if self.higher_is_better else self.title
-        caption = rf"\caption{{{escape('. '.join([title, *self.caveats]))}.}}"
+        title = ", ".join(filter(None, (self.title, self._unit(_BEST))))
+        sentences = filter(None, (title, self.about.removesuffix("."), *self.caveats))
+        caption = rf"\caption{{{escape('. '.join(sentences))}.}}"
         label = rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', self.title.lower())}}}"
         heads = " & ".join([str(self.frame.index.name or ""), *(escape(column[-1]) for column in self.columns)])
         rows = self._cells(r"\textbf{{{}}}", escape=True)
@@ -165,6 +181,10 @@ class Table:
         runs = itertools.groupby(enumerate(self.columns), key=lambda column: column[1][0])
         members = [(name, list(run)) for name, run in runs]
         return [(name, len(run), run[-1][0] + 1) for name, run in members]
+
+    def _full_heads(self) -> list[str]:
+        """Heads of the columns as single words, each behind its group."""
+        return [" ".join(filter(None, column)) for column in self.columns]
 
     def _entries(self) -> np.ndarray:
         return self.frame.to_numpy(dtype=object)

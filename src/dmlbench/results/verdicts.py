@@ -20,7 +20,7 @@ NEEDS = "needs"
 LEAST, LARGEST = 0.3, 2.0
 """Bounds of the tolerance in points."""
 RULE = (
-    f"reproduced: within the tolerance, two deviations of the difference (of both numbers together), at least {LEAST} "
+    f"reproduced: within the tolerance, two standard deviations of the difference, at least {LEAST} "
     f"and at most {LARGEST:.0f} points"
 )
 _HEADS = ("score", "ours", "paper", "difference", "tolerance", "verdict")

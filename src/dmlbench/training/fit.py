@@ -5,7 +5,6 @@ This holds for one CPU model and one number of threads; another number moves wei
 
 import logging
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,14 @@ from tqdm import tqdm
 
 from dmlbench.device_copies import batch_on
 from dmlbench.models.net import MetricModel
-from dmlbench.runtime import Precision, autocast, peak_memory_bytes, random_state, restore_random_state
+from dmlbench.runtime import (
+    Precision,
+    autocast,
+    peak_memory_bytes,
+    random_state,
+    restore_random_state,
+    shows_progress,
+)
 from dmlbench.training.averaged_weights import AveragedWeights
 from dmlbench.training.checkpoint import load_checkpoint, save_checkpoint
 from dmlbench.training.deferred_metrics import BatchValues, DeferredMetrics
@@ -324,7 +330,7 @@ class _Monitor:
         for logger in loggers:
             logger.start(resume_step)
         self._bar = tqdm(
-            total=settings.max_steps, initial=resume_step, unit="step", disable=not sys.stderr.isatty(), leave=False
+            total=settings.max_steps, initial=resume_step, unit="step", disable=not shows_progress(), leave=False
         )
 
     def end_step(

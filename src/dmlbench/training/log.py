@@ -1,9 +1,12 @@
-"""``history.csv``, and loggers for TensorBoard and Weights & Biases."""
+"""``history.csv``, and loggers for TensorBoard, Weights & Biases and MLflow."""
 
 import csv
+import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,13 +16,15 @@ import yaml
 from numpy.typing import NDArray
 
 from dmlbench.runtime import atomic_write
-from dmlbench.types import ConfigError, RunError, require_file
+from dmlbench.types import ConfigError, RunError, closest, require_file
 
 log = logging.getLogger(__name__)
 
 _FINAL = "final/"
 """Prefix of the finished run's scores, whose names validation curves share."""
 _HEADER = ["step", "name", "value"]
+_WANDB_SET = ("entity", "project", "tags", "mode", "id", "dir", "config")
+"""Arguments of ``wandb.init`` that the logger or its own options set."""
 
 
 class Logger(Protocol):
@@ -139,27 +144,42 @@ class WandbLogger:
 
     Every start of an interrupted run has the same id, and the axis of the curves is ``step``: what is logged again
     falls on the same points. Offline, ``wandb sync`` joins the folders ``wandb/offline-run-<time>-<id>`` of all starts.
+
+    Args:
+        init: further arguments of ``wandb.init``, above the logger's own ``name``, ``group`` and ``resume``.
     """
 
     def __init__(
         self, *, run_dir: Path, run_id: str, configuration: str, mode: Literal["offline", "online"] = "offline",
-        project: str = "dmlbench",
+        project: str = "dmlbench", entity: str | None = None, tags: Sequence[str] = (),
+        init: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._run_dir, self._run_id, self._configuration = run_dir.resolve(), run_id, configuration
-        self._mode, self._project = mode, project
+        self._mode, self._project, self._entity, self._tags = mode, project, entity, list(tags)
+        self._init = dict(init or {})
         self._run: Any = None
         self._is_complete = False
+        if self._init:
+            import wandb
+
+            known = [name for name in inspect.signature(wandb.init).parameters if name not in _WANDB_SET]
+            for name in self._init.keys() - set(known):
+                raise ConfigError(f"logger.wandb.init.{name} is not an argument to give here: {closest(name, known)}")
 
     def start(self, step: int) -> None:
         import wandb
 
+        own = {
+            "name": "/".join(self._run_dir.parts[-4:]),
+            "group": self._run_dir.parent.name,
+            "resume": "allow" if self._mode == "online" else None,  # offline nobody knows of earlier starts
+        }
+        settings = {"silent": True, "console": "off"} | self._init.get("settings", {})
         with self._written():
             self._run = wandb.init(
-                project=self._project, id=self._run_id, name="/".join(self._run_dir.parts[-4:]),
-                group=self._run_dir.parent.name, dir=str(self._run_dir), mode=self._mode,
-                resume="allow" if self._mode == "online" else None,  # offline nobody knows of earlier starts
-                config=yaml.safe_load(self._configuration),
-                settings=wandb.Settings(silent=True, console="off"),
+                project=self._project, entity=self._entity, tags=self._tags, id=self._run_id, dir=str(self._run_dir),
+                mode=self._mode, config=yaml.safe_load(self._configuration),
+                **(own | self._init | {"settings": wandb.Settings(**settings)}),
             )  # fmt: skip
             self._run.define_metric("step", hidden=True)
             self._run.define_metric("*", step_metric="step")
@@ -201,3 +221,71 @@ class WandbLogger:
                 f"Weights & Biases has failed in {self._run_dir / 'wandb'}: {error}; fix it, or go on with "
                 "logger.wandb.mode=offline or logger=null, and start the same command again to continue"
             ) from error
+
+
+class MlflowLogger:
+    """Curves, pictures and scores to MLflow (extra ``mlflow``); every start of a run finds it by its tag ``run_id``.
+
+    Args:
+        tracking_uri: a database or a server. Files of a local database go to ``<output_dir>/mlartifacts``.
+    """
+
+    def __init__(
+        self, *, run_dir: Path, run_id: str, configuration: str, tracking_uri: str, experiment: str = "dmlbench"
+    ) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which importing it starts
+        try:
+            import mlflow  # noqa: F401 - now, not after the data have been read
+        except ImportError as error:
+            raise ConfigError("logger=mlflow: MLflow is not installed. Install dmlbench[mlflow].") from error
+        self._run_dir, self._run_id, self._configuration = run_dir.resolve(), run_id, configuration
+        self._uri, self._experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._run, self._status = "", "FAILED"  # until the scores are there
+
+    def start(self, step: int) -> None:
+        from mlflow import MlflowClient, MlflowException
+
+        artifacts = (self._run_dir.parents[3] / "mlartifacts").as_uri() if self._uri.startswith("sqlite:") else None
+        with self._written():
+            self._client = MlflowClient(self._uri)
+            with suppress(MlflowException):  # it exists, or another process has just created it
+                self._client.create_experiment(self._experiment, artifacts)
+            experiment = self._client.get_experiment_by_name(self._experiment).experiment_id
+            if found := self._client.search_runs([experiment], f"tags.run_id = '{self._run_id}'"):
+                self._run = found[0].info.run_id
+                self._client.update_run(self._run, status="RUNNING")
+                return
+            name, tags = "/".join(self._run_dir.parts[-4:]), {"run_id": self._run_id}
+            self._run = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
+            self._client.log_text(self._run, self._configuration, "config.yaml")
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        with self._written():
+            self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in scalars.items()])
+
+    def image(self, step: int, name: str, picture: NDArray[np.uint8]) -> None:
+        with self._written():
+            self._client.log_image(self._run, picture, key=name, step=step)
+
+    def summary(self, step: int, scores: Mapping[str, float]) -> None:
+        self.log(step, {_FINAL + name: value for name, value in scores.items()})
+        self._status = "FINISHED"
+
+    def close(self) -> None:
+        if self._run:
+            with self._written():
+                self._client.set_terminated(self._run, self._status)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        from mlflow import MlflowException
+
+        try:
+            yield
+        except (OSError, MlflowException) as error:
+            self._run = ""  # closing it would fail again
+            raise RunError(f"MLflow failed at {self._uri}: {error}. Fix it, or set logger=null, and resume.") from error

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from dmlbench.data.image_table import Listing, table_of
-from dmlbench.data.preparation.verify import Report, unlisted, verify
+from dmlbench.data.preparation.verify import Report, unlisted, verdict, verify
 from dmlbench.data.readers.folder import folder
 from dmlbench.types import ImageTable
 
@@ -120,6 +120,43 @@ def test_arrays_are_searched_for_twins_and_constant_images(channels: tuple[int, 
     assert (report.across_classes, report.across_halves) == (1, 1)
     assert report.constant == ("5.png",)
     assert (report.looked_at, report.broken) == (6, ())
+
+
+RESCALED = ("images rescaled to 8 x 8 pixels", "images re-encoded (PNG)")
+
+
+@pytest.mark.parametrize(
+    ("report", "counts", "num_images", "sentence"),
+    [
+        (Report(looked_at=6000), "published", 6000, "All 6,000 images are present and look as published."),
+        (Report(), "published", 6000, "All 6,000 images are present; they were not decoded."),
+        (
+            Report(looked_at=6000, deviations=RESCALED), "published", 6000,
+            "All 6,000 images are present; they look rescaled to 8 x 8 pixels and re-encoded (PNG), so scores may not "
+            "compare with papers.",
+        ),
+        (
+            Report(deviations=("images cut or rescaled (boxes of b.txt lie outside of 3 of 4 images)",)), "others", 40,
+            "40 of 6,000 images are present; they look cut or rescaled, so scores may not compare with papers.",
+        ),
+        (Report(looked_at=40), "others", 40, "40 of 6,000 images are present, so scores do not compare with papers."),
+        (
+            Report(looked_at=6000), "others", 6000,
+            "6,000 images are present, split otherwise than the 6,000 published, so scores do not compare with papers.",
+        ),
+        (
+            Report(looked_at=50), "as asked", 50,
+            "All 50 images of the requested part are present and look as published.",
+        ),
+        (Report(looked_at=12), "unknown", 12, "All 12 images are present and can be read."),
+        (
+            Report(looked_at=6000, broken=(("a.jpg", "truncated"),), deviations=RESCALED), "published", 6000,
+            "1 of 6,000 images cannot be read; replace these files.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_one_sentence(report: Report, counts: str, num_images: int, sentence: str) -> None:
+    assert verdict(report, counts, num_images=num_images, num_published=6000) == sentence
 
 
 @pytest.mark.data

@@ -163,7 +163,7 @@ def test_images_cut_to_the_published_boxes_are_noted(tmp_path: Path) -> None:
     for size_of, notes in (
         (lambda i: (30 + i, 30), ("images cut to their boxes",)),
         (lambda i: (60 + i, 55), ()),
-        (lambda i: (35, 30 + i), ("images cut or rescaled: boxes of cars_annos.mat lie outside of 6 of 6",)),
+        (lambda i: (35, 30 + i), ("images cut or rescaled (boxes of cars_annos.mat lie outside of 6 of 6 images)",)),
     ):
         for i, path in enumerate(paths):
             Image.new("RGB", size_of(i)).save(tmp_path / path)

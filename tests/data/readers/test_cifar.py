@@ -62,7 +62,7 @@ def test_planes_become_pixels_and_halves_of_the_classes_the_split(tmp_path: Path
 
 def test_super_classes_are_the_coarse_labels(tmp_path: Path) -> None:
     write_100(tmp_path / "CIFAR-100" / "cifar-100-python")
-    with pytest.raises(DataError, match=r"train 300 images of 50 classes.*published are train 30,000"):
+    with pytest.raises(DataError, match=r"train 300 images of 50 classes.*published train 30,000"):
         cifar100(tmp_path / "CIFAR-100", cache_dir=tmp_path)
     table = cifar100(tmp_path / "CIFAR-100", cache_dir=tmp_path, check_counts=False)
     assert table.class_names[3] == "bear"
@@ -181,7 +181,7 @@ def test_real_cifar100_has_its_published_counts(shared_dir: Path, tmp_path: Path
 
 @pytest.mark.data
 def test_a_real_subset_of_cifar10_as_images(shared_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="published are train 30,000 images of 5 classes"):
+    with pytest.raises(DataError, match="published train 30,000 images of 5 classes"):
         cifar10(shared_dir / "data" / "cifar10", cache_dir=tmp_path)
     table = cifar10(shared_dir / "data" / "cifar10", cache_dir=tmp_path, check_counts=False)
     assert len(table) == 5_000

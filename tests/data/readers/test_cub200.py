@@ -223,7 +223,7 @@ def test_renamed_images_are_told_apart_by_their_number(tmp_path: Path) -> None:
     table = cub200_2010(whole)
     assert (len(table), table.num_classes, table.notes) == (6_033, 200, ())
     assert set(table.labels[table.role == "train"]) == set(range(100))
-    with pytest.raises(DataError, match=r"train 2,990 images of 100 classes.*published are train 5,864"):
+    with pytest.raises(DataError, match=r"train 2,990 images of 100 classes.*published train 5,864"):
         cub200(whole)
     assert cub200(whole, check_counts=False).notes == (
         "a subset: 6,033 of 11,788 images",

@@ -49,12 +49,17 @@ def test_folders_by_role_set_the_roles(tmp_path: Path, paths: list[str]) -> None
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["train/a/1.png", "train/b/1.png"], "finds images in train of '.*', expected class folders, or folders train"),
-        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "finds images in test, train, val of"),
-        (["train/1.png", "test/b/1.png"], "with class folders inside"),
-        (["1.png"], "finds images in no folder"),
-        (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "finds images in test, train, unlabeled of"),
-        (["images/a/1.png", "images/b/1.png"], "finds images in images of .*point root at the folder that holds"),
+        (["train/a/1.png", "train/b/1.png"], "got images in train of '.*', expected class folders, or train and test"),
+        (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "got images in test, train, val of"),
+        (["train/1.png", "test/1.png"], "with class folders inside"),
+        (["1.png"], "got images in no folder"),
+        (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "got images in test, train, unlabeled of"),
+        (["images/a/1.png", "images/b/1.png"], "got images in images of .*Point root at the folder that holds"),
+        (
+            ["train/a/1.png", "train/b/1.png", "test/b/2.png"],
+            "1 classes both to train and to test on: b; .* merge them",
+        ),
+        (["train/a/1.png", "query/a/2.png", "gallery/a/3.png"], "1 classes both to train and to test on: a"),
     ],
 )
 def test_a_tree_that_cannot_be_understood_is_an_error(tmp_path: Path, paths: list[str], message: str) -> None:
@@ -93,6 +98,41 @@ def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: p
     assert "1 classes are in neither list: a" in caplog.text
     assert folder(tmp_path, train_classes="first.txt").class_names == ("é", "b#2", "a", "c", "d")
     assert folder(tmp_path, test_classes="second.txt").class_names == ("a", "b#2", "é", "d", "c")
+
+
+@pytest.mark.parametrize("second", ["test", "val", "Validation"])
+def test_folders_with_the_same_classes_are_merged_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, second: str
+) -> None:
+    write_images(tmp_path, [f"{part}/{c}/{i}.png" for part in ("train", second) for c in "dcba" for i in range(2)])
+    table = folder(tmp_path, name="mine")
+    (notice,) = caplog.messages
+    assert notice.endswith("hold the same 4 classes; their images are merged by class")
+    assert table.class_names == ("a", "b", "c", "d")
+    assert np.bincount(table.labels).tolist() == [4] * 4
+    assert {table.class_names[c]: role for c, role in zip(table.labels, table.role, strict=True)} == {
+        **dict.fromkeys("ab", "train"), **dict.fromkeys("cd", "test"),
+    }  # fmt: skip
+    assert table.layout.endswith(", merged by class")
+
+
+def test_nested_and_loose_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_images(tmp_path, ["a/x/1.png", "a/x/y/2.png", "a/3.png", "b/1.png", "loose.png"])
+    with caplog.at_level("INFO"):
+        table = folder(tmp_path, name="mine")
+    assert np.bincount(table.labels).tolist() == [3, 1]
+    assert caplog.messages == [
+        f"data set 'mine': 1 images in '{tmp_path}' are left out: they are in no class folder",
+        "data set 'mine': 2 images are in subfolders of their class folders",
+    ]
+
+
+def test_paths_are_relative_to_root_wherever_the_csv_is(tmp_path: Path) -> None:
+    write_images(tmp_path, ["images/1.png", "images/2.png", "lists/1.png"])
+    (tmp_path / "lists" / "list.csv").write_text("path,label\n1.png,a\n2.png,b\n")
+    assert folder(tmp_path / "images", csv="../lists/list.csv").paths.tolist() == ["1.png", "2.png"]
+    with pytest.raises(DataError, match=r"2 of 2 listed images are missing in .*: 1\.png, 2\.png"):
+        folder(tmp_path, csv="lists/list.csv")
 
 
 def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_path: Path) -> None:
@@ -163,15 +203,24 @@ def test_a_csv_may_give_roles_and_super_classes_and_be_separated_as_spreadsheets
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\n1.png,a\n", "has the columns file, label, expected path and label"),
-        ("path,label\n", "lists no images"),
-        ("path,label\n1.png,\n", "has the row '1.png, ', expected a value in each"),
-        ("path,label\n1.png\n", "has the row '1.png, ', expected a value in each"),
-        ("path,label\n1.png,a,b\n", "as many values in each row"),
-        ("path,label\n1.png,a\n2.png,a,b\n", "is no CSV .*line 3"),
-        ("path,label,role\n1.png,a,trian\n", "has the row '1.png, a, trian', .*; roles are train, test, query"),
+        ("file,label\n1.png,a\n", "line 1 of .*: got the columns file, label, expected path and label"),
+        ("path,label\n", "got no images, expected a line for each"),
+        ("", "got the columns , expected path and label"),
+        (
+            "path,label\n\n1.png,\n",
+            r"line 3 of '.*list\.csv': got '1\.png, ', expected a value for each of path, label\.",
+        ),
+        ("path,label\n1.png\n", r"line 2 of .*: got '1\.png', expected a value for each"),
+        ("path,label\n1.png,a\n2.png,a,b\n", r"line 3 of .*: got '2\.png, a, b', expected a value for each"),
+        ('path,label\n1.png,"a\n', "line 2 of '.*' is not CSV: unexpected end of data"),
+        ("path,label,role\n1.png,a,trian\n", "line 2 of .*: got the role 'trian', expected one of train, test, query"),
         ("path,label\n1.png,a\n.//1.png,b\n", r"lists images twice: 1\.png"),
-        ("path,label,label\n1.png,a,b\n", "has the columns"),
+        ("path,label,label\n1.png,a,b\n", "got the columns path, label, label"),
+        ("path,label\n1.png,a\n9.png,b\n", r"1 of 2 listed images are missing in '.*': 9\.png\. Copy them there"),
+        (
+            "path,label,role\n1.png,a,train\n2.png,a,test\n",
+            "both to train and to test on: a; .* leave out the column role",
+        ),
     ],
 )
 def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -92,9 +92,7 @@ def test_cut_and_resized_images_are_noted(tmp_path: Path) -> None:
     write(tmp_path)
     for number, (path, _, _) in enumerate(ROWS):
         Image.new("RGB", (100 + number, 200)).save(tmp_path / "Img" / path)
-    assert inshop(tmp_path, check_counts=False).notes[-1] == (
-        "images of other sizes than the published 256 x 256 pixels"
-    )
+    assert inshop(tmp_path, check_counts=False).notes[-1] == ("images resized from the published 256 x 256 pixels")
     lines = [f"{path} 1 2 20 30 {120 + number} 230" for number, (path, _, _) in enumerate(ROWS[1:], 1)]
     head = [str(len(lines)), "image_name clothes_type pose_type x_1 y_1 x_2 y_2"]
     (tmp_path / "Anno").mkdir()

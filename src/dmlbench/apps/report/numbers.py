@@ -31,6 +31,7 @@ from dmlbench.types import RunError
 log = logging.getLogger(__name__)
 
 PER_QUERY = "per_query.csv"
+FIRST_CURVE = "val/map_at_r"
 _LEVEL = 0.95
 _MOST_STEPS = 250  # points of a curve
 _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "scored_on")
@@ -60,7 +61,7 @@ def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any
             "scores": [_entry(entry, top) for entry, top in zip(entries, best, strict=True)],
             "notes": [note for note in notes if note not in table.notes],
         })  # fmt: skip
-    of_rows = tuple(f"{label}: " for label in table.frame.index)
+    of_rows = tuple(f"{label}{end}" for label in table.frame.index for end in (": ", ", "))
     return {
         "columns": [{"kind": kind, "metric": metric} for kind, metric in table.columns],
         "rows": rows,
@@ -126,7 +127,9 @@ def curves(configs: Sequence[ConfigSummary]) -> dict[str, list[Any]]:
     """
     of_configs = [_curves(config) for config in configs]
     names = dict.fromkeys(name for own in of_configs for name in own)
-    order = sorted(names, key=lambda name: (name != "train/loss", not name.startswith("val/"), name))
+    order = sorted(
+        names, key=lambda name: (name != FIRST_CURVE, not name.startswith("val/"), name != "train/loss", name)
+    )
     return {name: [own.get(name) for own in of_configs] for name in order}
 
 
@@ -148,6 +151,12 @@ def _curves(config: ConfigSummary) -> dict[str, Any]:
         values = {part: [_short(scale * value) for value in kept[part]] for part in ("mean", "min", "max")}
         found[str(name)] = {"steps": kept.index.tolist(), "runs": int(most), **values}
     return found
+
+
+def curve_label(name: str) -> str:
+    """What a curve shows, in words."""
+    metric = _metric_of(name)
+    return f"validation {score_named(metric).label}" if metric else {"train/loss": "training loss"}.get(name, name)
 
 
 def _metric_of(name: str) -> str:

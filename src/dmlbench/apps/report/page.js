@@ -192,11 +192,11 @@
   const drawPapers = () => {
     const found = group().papers;
     at("papers-note").textContent = found.length
-      ? "Rows of papers with the recipe, pooling, head, loss, miner and regularizer of a config. What is not comparable says why: read these rows as context, not as a verdict."
+      ? "Rows of papers with the recipe, pooling, head, loss, miner and regularizer of a config. Rows that are not comparable give the reason; read them as context."
       : "No config of this table was trained with a paper's recipe and choices on that paper's data set and protocol.";
     at("papers-table").hidden = !found.length;
     const both = (mean, std) => (mean === null ? "–" : `${typeof mean === "number" ? number(mean) : mean}${std === null ? "" : ` ± ${typeof std === "number" ? number(std) : std}`}`);
-    sorting(at("papers-table"), ["config", "paper's table", "its row", "column", "score", "ours", "paper", "difference", "verdict", "because"], found.map((one) => ({
+    sorting(at("papers-table"), ["config", "paper's table", "its row", "column", "score", "ours", "paper", "difference", "verdict", "reason"], found.map((one) => ({
       cells: [cell(labels()[one.config]), cell(one.table, one.table, "words"), cell(one.row, one.row, "words"), cell(one.column, one.column, "words"), cell(one.metric),
         cell(both(one.ours, one.ours_std), one.ours), cell(both(one.paper, one.std), one.paper === null ? null : Number(one.paper)),
         cell(signed(one.difference), one.difference), cell(one.verdict, one.verdict, "words"), cell(one.note, one.note, "words")],
@@ -206,7 +206,7 @@
   const drawCurves = () => {
     const names = Object.keys(group().curves);
     if (!names.includes(state.curve)) state.curve = names[0] ?? null;
-    options(at("curve"), names, Math.max(0, names.indexOf(state.curve)));
+    options(at("curve"), names.map((name) => group().curve_labels[name]), Math.max(0, names.indexOf(state.curve)));
     const own = state.curve === null ? [] : group().curves[state.curve];
     const traces = [];
     for (const i of kept().filter((j) => own[j])) {
@@ -219,8 +219,8 @@
         customdata: steps.map(() => plain(labels()[i])), hovertemplate: "%{customdata}<br>step %{x}: %{y:.4g}<extra></extra>" });
     }
     plot("curves-chart", traces, { height: 440, showlegend: true, legend: { orientation: "h", y: -0.2 },
-      xaxis: axis({ title: { text: "optimizer step" }, rangemode: "tozero" }), yaxis: axis({ title: { text: plain(state.curve ?? "") } }) });
-    at("curves-note").textContent = names.length ? "Lines: means over a config's complete runs; bands: from the least to the greatest run. Validation scores are in percent." : "No run has logged anything.";
+      xaxis: axis({ title: { text: "optimizer step" }, rangemode: "tozero" }), yaxis: axis({ title: { text: plain(group().curve_labels[state.curve] ?? "") } }) });
+    at("curves-note").textContent = names.length ? "Lines: means over a config's complete runs; bands: from the lowest to the highest run. Validation scores are in percent." : "No run has logged a curve.";
   };
 
   const sides = (body, part) => {
@@ -239,26 +239,43 @@
     return item;
   };
 
+  const strip = (pictures, size) => {
+    const line = make("ul", "", { class: "retrieved", style: `--images: ${size}` });
+    line.append(...pictures);
+    return line;
+  };
   const drawGallery = () => {
     const { gallery } = group();
     at("gallery-note").textContent = gallery.why ? `None: ${gallery.why}.`
-      : `${gallery.queries.length} queries, chosen among ${gallery.drawn} that were drawn with a fixed seed: half are those that most configs answer wrongly, `
-        + "so this is no sample. Failures of A come first. Plain frame: query; ✓: of its class; ✗ with a dashed frame: of another.";
+      : "The same queries for every config, searched with its first run. Plain frame: query; ✓: same class; ✗ with a dashed frame: another class.";
     if (gallery.why) return at("gallery-body").replaceChildren();
-    const first = gallery.configs[state.a];
-    const fails = (q) => (first && !first.nearest[q][0][1] ? 0 : 1);
-    const places = gallery.queries.map((_, q) => q).sort((p, q) => fails(p) - fails(q));
-    sides(at("gallery-body"), (i) => {
+    const shown = (state.a === state.b ? [["A and B", state.a]] : [["A", state.a], ["B", state.b]]);
+    const answer = ([name, i], q) => {
       const own = gallery.configs[i];
-      if (!own) return [make("p", "No images: it is untrained, was tested on other images, or has kept no embeddings.", { class: "note" })];
-      return [make("p", own.run, { class: "note" }), ...places.map((q) => {
-        const line = make("ul", "", { class: "retrieved" });
-        const query = gallery.queries[q];
-        line.append(picture(gallery.images[query], gallery.names[query], "query", "query"));
-        for (const [row, isRight] of own.nearest[q]) line.append(picture(gallery.images[row], gallery.names[row], isRight ? "right" : "wrong", isRight ? "✓" : "✗"));
-        return line;
-      })];
+      const heading = make("p", `${name}: ${labels()[i]}`, { class: "note" });
+      if (!own) return [heading, make("p", "No images: it was tested on other images or has kept no embeddings.", { class: "note" })];
+      return [heading, strip(own.nearest[q].map(([row, isRight]) => picture(gallery.images[row], gallery.names[row], isRight ? "right" : "wrong", isRight ? "✓" : "✗")), own.nearest[q].length)];
+    };
+    const block = (q) => {
+      const row = gallery.queries[q];
+      const holder = make("div", "", { class: "retrieval", style: `grid-template-columns: minmax(0, 1fr) minmax(0, ${Object.values(gallery.configs)[0].nearest[q].length}fr)` });
+      const answers = make("div");
+      answers.append(...shown.flatMap((one) => answer(one, q)));
+      const query = make("div");
+      query.append(make("p", "query", { class: "note" }), strip([picture(gallery.images[row], gallery.names[row], "query", "")], 1));
+      holder.append(query, answers);
+      return holder;
+    };
+    const places = gallery.queries.map((_, q) => q);
+    const [sample, failures] = [places.slice(0, gallery.random), places.slice(gallery.random)];
+    const counts = shown.filter(([, i]) => gallery.configs[i]).map(([name, i]) => {
+      const own = gallery.configs[i];
+      return `${name} (${own.run}): ${sample.filter((q) => own.nearest[q][0][1]).length} of ${sample.length} right${own.score}`;
     });
+    at("gallery-body").replaceChildren(
+      make("h3", `${sample.length} queries drawn at random`), make("p", `Drawn with a fixed seed. ${counts.join("; ")}.`, { class: "note" }), ...sample.map(block),
+      ...(failures.length ? [make("h3", `${failures.length} failures`),
+        make("p", `Those of ${gallery.drawn - sample.length} other random queries that most configs get wrong: not representative.`, { class: "note" }), ...failures.map(block)] : []));
   };
 
   const drawOverlays = () => {
@@ -269,15 +286,14 @@
       if (!note.textContent) note.textContent = `None: ${Object.values(found.why ?? {})[0] ?? "there are no images"}`;
       return at("overlays-body").replaceChildren();
     }
-    note.append("Weight of each place over that of average pooling, 0 ", make("span", "", { class: "scale" }), ` ${found.most}; white counts as in average pooling. Where there are prototypes, the color says which one is the place's nearest.`);
+    note.append("Weight of each location relative to average pooling, 0 ", make("span", "", { class: "scale" }), ` ${found.most}; white: the same weight. With prototypes, the color shows the nearest one.`);
     sides(at("overlays-body"), (i) => {
       const own = found.configs[i];
       if (!own) return [make("p", `None: ${found.why[i] ?? "it was not explained"}`, { class: "note" })];
       return own.map((parts, q) => {
-        const line = make("ul", "", { class: "retrieved" });
         const name = group().gallery.names[found.rows[q]];
-        ["image", "weights", "prototypes"].forEach((what, k) => parts[k] && line.append(picture(parts[k], k ? what : name, "", "")));
-        return line;
+        const shown = ["image", "weights", "prototypes"].flatMap((what, k) => (parts[k] ? [picture(parts[k], k ? what : name, "", "")] : []));
+        return strip(shown, 3);
       });
     });
   };
@@ -286,7 +302,7 @@
     const found = group().classes;
     const name = metric();
     const k = Math.max(0, found.metrics.findIndex((one) => name && one.name === name.name));
-    at("classes-note").textContent = !found.metrics.length ? "No run has kept the scores of its queries, or none of the scores belongs to queries."
+    at("classes-note").textContent = !found.metrics.length ? "No run has kept per-query scores of this metric."
       : `${found.metrics[k].label} in percent, means over the queries of a class and over a config's runs; `
         + (found.of > found.rows.length ? `the ${found.rows.length} hardest of ${found.of} classes.` : `all ${found.of} classes.`);
     at("classes-table").hidden = !found.metrics.length;
@@ -301,11 +317,20 @@
   const drawSettings = () => {
     const [a, b] = [group().settings[state.a], group().settings[state.b]];
     const keys = [...new Set([...Object.keys(a), ...Object.keys(b)])].sort().filter((name) => a[name] !== b[name]);
-    at("settings-note").textContent = keys.length ? "" : "None.";
+    at("settings-note").textContent = keys.length ? "A and B differ in:" : "A and B do not differ.";
     at("settings-table").hidden = !keys.length;
     sorting(at("settings-table"), ["setting", "A", "B"], keys.map((name) => ({
       cells: [cell(name), cell(a[name] ?? "–", a[name] ?? null, "words"), cell(b[name] ?? "–", b[name] ?? null, "words")],
     })));
+  };
+
+  /** Settings with one value in all configs that were made here; imported ones have none. */
+  const drawShared = () => {
+    at("shared").textContent = group().shared;
+    const made = group().settings.filter((own) => "fit.max_steps" in own);
+    const same = made.length ? Object.keys(made[0]).sort().filter((name) => made.every((own) => own[name] === made[0][name])) : [];
+    at("shared-count").textContent = `${same.length} settings that all configs share`;
+    at("shared-settings").replaceChildren(...same.flatMap((name) => [make("dt", name), make("dd", made[0][name])]));
   };
 
   const drawProvenance = () => at("provenance-body").replaceChildren(...labels().map((label, i) => {
@@ -319,7 +344,7 @@
   const drawPair = () => [drawDifferences, drawGallery, drawOverlays, drawClasses, drawSettings].forEach((draw) => draw());
   const drawAll = () => {
     at("title").textContent = group().title;
-    [drawScores, drawBars, drawPair, drawPapers, drawCurves, drawProvenance].forEach((draw) => draw());
+    [drawShared, drawCurves, drawScores, drawBars, drawPair, drawPapers, drawProvenance].forEach((draw) => draw());
   };
   const choose = (g) => {
     const { columns, rows } = content.groups[g].leaderboard;

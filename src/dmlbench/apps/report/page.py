@@ -9,6 +9,7 @@ import logging
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,48 +35,71 @@ from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.search.rerank import nearest
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.caveats import by_row, caveats_of_rows
-from dmlbench.results.config_table import KINDS, check_metrics, size_of
+from dmlbench.results.config_table import NO_TRAINING, check_metrics, differing_settings, shown_kinds, size_of
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.runtime import atomic_write, generator
 from dmlbench.types import DmlbenchError, EmbeddingSet, ImageTable, IntArray, Neighbors
 
 log = logging.getLogger(__name__)
-_SIDE = 96  # pixels of a longer side of an image in the page
-_QUALITY = 80
+_SIDE = 192  # pixels of a longer side of an image in the page
+_QUALITY = 75
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _LINE = 150  # letters across the figure
-DRAWN_FOR_EACH = 8
+DRAWN_FOR_EACH = 32
 """Queries from which each one that is shown is chosen."""
+_SAMPLES = 500
+"""Random samples of which the picture shows the most representative."""
+_REPRESENTATIVE = (
+    "Queries and the images nearest to them. The queries are a random sample (fixed seed) of which every config gets\n"
+    "about the same share right as of all queries. Solid green: same class as the query; dashed red: another."
+)
 _TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
 
 
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
-    """Trained configs with the embeddings of their first run, tested on the same images as the first of them."""
-    trained = [config for config in configs if "(untrained)" not in config.label]
-    shown = [config for config in trained if (config.complete[0] / EMBEDDINGS).exists()]
-    for config in trained:
+    """Configs with the embeddings of their first run, tested on the same images as the first of them."""
+    shown = [config for config in configs if (config.complete[0] / EMBEDDINGS).exists()]
+    for config in configs:
         require_own_files(config.complete[0], read_result(config.complete[0]))
         if config not in shown:
             log.warning("%s is missing: no images are shown of %s", config.complete[0] / EMBEDDINGS, config.label)
     return [config for config in shown if all(config.summary[key] == shown[0].summary[key] for key in _TESTED_ON)]
 
 
-def chosen_queries(shown: Sequence[ConfigSummary], count: int) -> tuple[IntArray, int]:
-    """Queries to show, and how many were looked at: half fail in most configs, half succeed in most of them.
+@dataclass(frozen=True)
+class DrawnQueries:
+    """Queries drawn at random with a fixed seed, by their places."""
 
-    They are among some drawn with a fixed seed; queries without another image of their class are left out.
-    """
+    places: IntArray  # [N]
+    right: NDArray[np.bool_]  # [configs, N], whether the nearest image is of the query's class
+
+    def first(self, count: int) -> IntArray:
+        """A random sample."""
+        return self.places[:count]
+
+    def failures(self, count: int, *, after: int) -> IntArray:
+        """Those beyond the first ``after`` that most configs get wrong."""
+        wrong = (~self.right[:, after:]).sum(0)
+        worst = np.argsort(-wrong, kind="stable")[:count]
+        return self.places[after:][worst[wrong[worst] > 0]]
+
+    def representative(self, count: int) -> IntArray:
+        """A random sample of which every config gets about the same share right as of all drawn ones."""
+        rng = generator("report", len(self.places), count)
+        samples = [rng.permutation(len(self.places))[:count] for _ in range(_SAMPLES)]
+        share = self.right.mean(1)
+        return self.places[min(samples, key=lambda sample: np.abs(self.right[:, sample].mean(1) - share).sum())]
+
+
+def drawn_queries(shown: Sequence[ConfigSummary], count: int) -> DrawnQueries:
+    """Draw enough queries to choose ``count``; those without another image of their class are left out."""
     total = shown[0].summary["n_query"]
     drawn = np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
     some, searched, _ = _nearest(shown[0], drawn, 1)
     positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
     drawn = drawn[positive.any(1).numpy()]
-    wrong = np.sum([[not near[0][1] for _, near in retrieved(config, drawn, 1)] for config in shown], axis=0)
-    order = np.argsort(-wrong, kind="stable")
-    half = min(count // 2, int((wrong > 0).sum()))
-    rest = order[half:][::-1][: count - half]
-    return drawn[np.concatenate([order[:half], rest])], len(drawn)
+    return DrawnQueries(drawn, np.array([[near[0][1] for _, near in retrieved(c, drawn, 1)] for c in shown]))
 
 
 def retrieved(config: ConfigSummary, chosen: IntArray, count: int) -> list[tuple[int, list[tuple[int, bool]]]]:
@@ -111,16 +135,17 @@ def draw_report(
     metrics: Sequence[str],
     num_queries: int,
     num_nearest: int,
+    left_out: Sequence[str] = (),
 ) -> None:
     """Write a PNG: scores of all configs on top, retrieved images of one run of each trained config below.
 
-    The ``num_queries`` queries are the same for every config; half are failures of the first trained one, if it has
-    enough.
+    The ``num_queries`` queries are the same for every config, and representative.
     """
     known = {name for config in configs for scores in config.summary["scores"].values() for name in scores}
     check_metrics(metrics, known)
-    shown = that_can_be_shown(configs)
-    kinds = [kind for kind in KINDS if any(kind in config.summary["scores"] for config in configs)]
+    trained = [config for config in configs if NO_TRAINING not in config.label]
+    shown = that_can_be_shown(trained) if num_queries else []
+    kinds = shown_kinds([config.summary for config in configs])
     bars_height = 3.0 + 0.2 * len(configs)
     grid_height = 0.82 * num_queries * -(-len(shown) // 2) + 0.5 if shown else 0.0
     figure = plt.figure(figsize=(10.5, bars_height + grid_height + 1.0), layout="constrained")
@@ -139,12 +164,14 @@ def draw_report(
     top.legend(handles=named, loc="outside lower center", fontsize=8, frameon=False)
     if shown:
         table = table_of_run(shown[0].complete[0], shown[0].summary)
-        chosen, _ = chosen_queries(shown[:1], num_queries)
+        chosen = drawn_queries(shown, num_queries).representative(num_queries)
+        bottom.suptitle(_REPRESENTATIVE, fontsize=9)
         panels = np.ravel(np.asarray(bottom.subfigures(-(-len(shown) // 2), min(2, len(shown)), squeeze=False)))
         for panel, config in zip(panels, shown, strict=False):
             _retrievals(panel, config, table, chosen, num_nearest)
-    notes = [*by_row(caveats_of_rows([config.summary for config in configs]), [config.label for config in configs]),
-             *(f"DIFFERENT SETTINGS: {note}" for note in configs[0].differing)]  # fmt: skip
+    caveats = by_row(caveats_of_rows([config.summary for config in configs]), [config.label for config in configs])
+    notes = [*filter(None, [configs[0].shared]), *caveats, *differing_settings([config.settings for config in configs])]
+    notes += [f"LEFT OUT: {text}" for text in left_out]
     if notes:
         figure.supxlabel("\n".join(textwrap.fill(note, _LINE) for note in notes), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +202,8 @@ def _bars(axis: Axes, configs: Sequence[ConfigSummary], kind: str, metric: str) 
 
 def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: IntArray, num_nearest: int) -> None:
     lines = retrieved(config, chosen, num_nearest)
-    title = f"{config.label}: query and its {num_nearest} nearest ({config.complete[0].name})"
+    right = sum(near[0][1] for _, near in lines)
+    title = f"{config.label} ({config.complete[0].name}): {right} of {len(lines)} queries right{_p_at_1(config)}"
     panel.suptitle(textwrap.fill(title, 60), fontsize=9)
     axes = panel.subplots(len(lines), 1 + len(lines[0][1]), squeeze=False)
     for line, (query, near) in zip(axes, lines, strict=True):
@@ -189,6 +217,12 @@ def _retrievals(panel: Any, config: ConfigSummary, table: ImageTable, chosen: In
             axis.spines[:].set(color=color, linewidth=linewidth, linestyle=linestyle)
 
 
+def _p_at_1(config: ConfigSummary) -> str:
+    """P@1 of the config's first run, in words; empty if it is unknown."""
+    score = config.summary.get("raw", {}).get(config.complete[0].name, {}).get("p_at_1")
+    return "" if score is None else f", P@1 {100 * score:.1f} %"
+
+
 def write_page(
     grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]],
     path: Path,
@@ -199,13 +233,16 @@ def write_page(
     num_classes: int,
     with_overlays: bool,
     device: str,
+    left_out: Sequence[str] = (),
 ) -> None:
     """Write a page of configs, a part for each data set and protocol.
 
     Args:
-        num_queries: queries to show with the ``num_nearest`` images nearest to them; 0 for none.
+        num_queries: random queries to show with the ``num_nearest`` images nearest to them, and half as many failures;
+            0 for none.
         num_classes: classes to list, the hardest.
         with_overlays: whether to load each config's first model and show what its pooling looks at.
+        left_out: configs that are not shown, each with the reason; notes below the scores.
     """
     tables = build_tables(grouped, spec)
     groups = []
@@ -215,16 +252,20 @@ def write_page(
         shown, class_names = _images(configs, num_queries, num_nearest, device if with_overlays else None)
         groups.append({
             "title": f"{dataset} under {protocol}",
+            "shared": configs[0].shared,
             "leaderboard": numbers.leaderboard(tables[dataset, protocol], configs),
             "metrics": metrics,
             "differences": numbers.differences(configs, names),
-            "curves": numbers.curves(configs),
+            "curves": (curves := numbers.curves(configs)),
+            "curve_labels": {name: numbers.curve_label(name) for name in curves},
             "classes": numbers.classes(configs, names, class_names, num_classes),
             "settings": [numbers.settings(config) for config in configs],
             "provenance": [numbers.provenance(config) for config in configs],
             "papers": numbers.paper_scores(configs),
             **shown,
         })  # fmt: skip
+    for group in groups:
+        group["leaderboard"]["notes"] += [f"LEFT OUT: {text}" for text in left_out]
     made = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     content = {"made": f"dmlbench {__version__}, {made}", "groups": groups}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -246,30 +287,34 @@ def _images(
     gallery = _galleries(configs, table, num_queries=num_queries, num_nearest=num_nearest)
     laid = nothing | {"why": gallery.get("why", "left out: overlays=false")}
     if device is not None and "queries" in gallery:
-        laid = _overlays(configs, gallery["queries"], device=device)
+        laid = _overlays(configs, gallery["queries"][: gallery["random"]], device=device)
     return {"gallery": gallery, "overlays": laid}, table.class_names
 
 
 def _galleries(
     configs: Sequence[ConfigSummary], table: ImageTable, *, num_queries: int, num_nearest: int
 ) -> dict[str, Any]:
-    """The same queries of every trained config and what is nearest to them, in its first run."""
+    """The same queries of every config and what is nearest to them, in its first run: random ones, then failures."""
     shown = that_can_be_shown(configs)
     if not shown:
-        return {"configs": {}, "why": "no trained config has kept its embeddings"}
-    chosen, num_drawn = chosen_queries(shown, num_queries)
+        return {"configs": {}, "why": "no config has kept its embeddings"}
+    drawn = drawn_queries(shown, num_queries)
+    sample = drawn.first(num_queries)
+    chosen = np.concatenate([sample, drawn.failures(-(-num_queries // 2), after=len(sample))])
     found: dict[str, Any] = {}
     used: dict[int, None] = {}
     rows: list[int] = []
     for config in shown:
         lines = retrieved(config, chosen, num_nearest)
         rows = [row for row, _ in lines]
-        found[str(configs.index(config))] = {"run": config.complete[0].name, "nearest": [near for _, near in lines]}
+        told = {"run": config.complete[0].name, "score": _p_at_1(config)}
+        found[str(configs.index(config))] = {**told, "nearest": [near for _, near in lines]}
         used |= dict.fromkeys([*rows, *(row for _, near in lines for row, _ in near)])
     return {
         "configs": found,
         "queries": rows,
-        "drawn": num_drawn,
+        "random": len(sample),
+        "drawn": len(drawn.places),
         "images": {str(row): _thumbnail(image(table, row)) for row in used},
         "names": {str(row): table.class_names[table.labels[row]].replace("_", " ") for row in used},
     }

@@ -16,6 +16,7 @@ from dmlbench.types import DataError, ImageTable
 Kernel = Literal["pillow", "torch"]
 Given = str | Path | Image.Image | NDArray[np.uint8] | Tensor
 
+_CHANNELS = (1, 3, 4)  # of grey, RGB and RGBA pixels in memory
 _SLICE = 16  # images that a thread reads before it looks whether to stop
 
 
@@ -105,8 +106,8 @@ class GivenImages:
     """An ``ImageSource`` of one image or many, each read and resized on request.
 
     Args:
-        images: paths, Pillow images, arrays [H, W, 3] or [H, W] and tensors [3, H, W] of uint8, or one array
-            [N, H, W, 3] or [N, H, W], one tensor [N, 3, H, W].
+        images: paths, Pillow images, arrays [H, W] or [H, W, C] and tensors [H, W] or [C, H, W] of uint8 with C = 1
+            (grey), 3 (RGB) or 4 (RGBA), or one array [N, H, W] or [N, H, W, C], one tensor [N, C, H, W].
         short_side: pixels to resize to; None keeps the sizes.
     """
 
@@ -132,8 +133,15 @@ class GivenImages:
                 image = as_rgb(ImageOps.exif_transpose(given))
             except DataError as error:
                 raise DataError(f"image {self.names[row]} {error}") from None
+            except (OSError, SyntaxError, ValueError) as error:
+                raise DataError(f"image {self.names[row]} cannot be read ({error}); open it again") from error
         else:
-            pixels = given.detach().cpu().permute(1, 2, 0).numpy() if isinstance(given, Tensor) else given
+            if isinstance(given, Tensor):
+                pixels = given.detach().cpu().numpy()
+                pixels = pixels if pixels.ndim == 2 else np.moveaxis(pixels, 0, 2)
+            else:
+                pixels = given
+            pixels = pixels[..., 0] if pixels.shape[2:] == (1,) else pixels
             image = Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
         return short_side_resized(image, self._short_side, self._kernel)
 
@@ -141,9 +149,9 @@ class GivenImages:
 def _listed(images: Any) -> Sequence[Any]:
     is_one = isinstance(images, str | Path | Image.Image)
     if isinstance(images, np.ndarray):
-        is_one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] == 3)
+        is_one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in _CHANNELS)
     elif isinstance(images, Tensor):
-        is_one = images.ndim == 3
+        is_one = images.ndim in (2, 3)
     if not is_one and not isinstance(images, Iterable):
         raise DataError(f"images are a {type(images).__name__}; give paths, Pillow images, arrays or tensors")
     return [images] if is_one else list(images)
@@ -152,16 +160,15 @@ def _listed(images: Any) -> Sequence[Any]:
 def _check(name: str, image: Any) -> None:
     what = type(image).__name__
     if isinstance(image, np.ndarray | Tensor):
-        is_color = image.ndim == 3 and image.shape[2 if isinstance(image, np.ndarray) else 0] == 3
-        fits = is_color or (image.ndim == 2 and isinstance(image, np.ndarray))
-        if fits and 0 not in image.shape and image.dtype in (np.uint8, torch.uint8):
+        has_channels = image.ndim == 3 and image.shape[2 if isinstance(image, np.ndarray) else 0] in _CHANNELS
+        if (has_channels or image.ndim == 2) and 0 not in image.shape and image.dtype in (np.uint8, torch.uint8):
             return
         what = f"{what} of {image.dtype} {tuple(image.shape)}"
     elif isinstance(image, str | Path | Image.Image):
         return
     raise DataError(
-        f"image {name} is a {what}; give a path, a Pillow image, an array [H, W, 3] or [H, W], or a tensor [3, H, W], "
-        "of uint8"
+        f"image {name}: got a {what}, expected a path, a Pillow image, an array [H, W] or [H, W, C], or a tensor "
+        "[H, W] or [C, H, W], of uint8 with C = 1, 3 or 4."
     )
 
 

@@ -181,19 +181,24 @@ def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
     return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
 
 
-def verdict(report: Report, counts: str) -> str:
-    """What a data set is, by its images and its counts: "published", "as asked", "others" or "unknown"."""
+def verdict(report: Report, counts: str, *, num_images: int, num_published: int) -> str:
+    """A data set's state in one sentence.
+
+    Args:
+        counts: "published", "as asked" (those of the requested part), "others" or "unknown" (nothing is published).
+    """
     if report.broken:
-        return f"damaged: {len(report.broken)} of {report.looked_at} images cannot be read; replace these files"
-    if report.deviations:
-        more = "; its counts differ, too" if counts == "others" else ""
-        return f"readable, but its images are not the published ones: {'; '.join(report.deviations)}{more}"
+        return f"{len(report.broken):,} of {num_images:,} images cannot be read; replace these files."
+    present = f"All {num_images:,} images{' of the requested part' * (counts == 'as asked')} are present"
     if counts == "others":
-        return "readable, but not the benchmark of the papers: its counts differ from the published ones"
-    state = "whole" if report.looked_at else "complete by its counts (images were not decoded)"
-    known = {
-        "published": ": the benchmark of the papers",
-        "as asked": ": the part that is asked for has the counts that are known of it",
-        "unknown": ": every image can be read" if report.looked_at else "",
-    }
-    return f"{state}{known[counts]}"
+        present = f"{num_images:,} of {num_published:,} images are present"
+        if num_images >= num_published:
+            present = f"{num_images:,} images are present, split otherwise than the {num_published:,} published"
+    if report.deviations:
+        looks = " and ".join(text.removeprefix("images ").partition(" (boxes")[0] for text in report.deviations)
+        return f"{present}; they look {looks}, so scores may not compare with papers."
+    if counts == "others":
+        return f"{present}, so scores do not compare with papers."
+    if not report.looked_at:
+        return f"{present}; they were not decoded."
+    return f"{present} and {'can be read' if counts == 'unknown' else 'look as published'}."

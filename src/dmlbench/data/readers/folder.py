@@ -1,5 +1,6 @@
 """Any image folder as a data set: class folders, folders by role, or a CSV list; text files may name the classes."""
 
+import csv as csv_module
 import io
 import logging
 import posixpath
@@ -13,14 +14,14 @@ import pandas as pd
 
 from dmlbench.data.image_table import Listing, shorten, table_of
 from dmlbench.data.readers.files import read_text
-from dmlbench.data.readers.layouts import images_below, subfolders
+from dmlbench.data.readers.layouts import images_below, images_in, subfolders
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
 
-PART_FOLDERS = {*ROLES, "val", "valid", "validation"}
+_SPLIT_FOLDERS = {"train", "test", "val", "valid", "validation"}
+PART_FOLDERS = {*ROLES, *_SPLIT_FOLDERS}
 _ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
-_COLUMNS = ("path", "label", "role", "super_label")
+_COLUMNS = {"path", "label", "role", "super_label"}
 _NEEDED = {"path", "label"}
-_ROLES = f"roles are {', '.join(ROLES)}"
 _COMMENT = re.compile(r"(^|\s)#.*")
 _SEPARATORS = (",", ";", "\t")
 _CORRECT_PATH = "correct its path in dataset.table, which is relative to root"
@@ -36,20 +37,44 @@ def folder(
     test_classes: str | Path | None = None,
     name: str = "folder",
 ) -> ImageTable:
-    """A table of the images under ``root``.
+    """Read class folders, folders by role, or a CSV list under ``root``.
 
-    - ``root/<class>/.../<image>``: the first half of the sorted classes trains, the second tests.
-    - ``root/train/<class>/...`` with ``root/test/<class>/...``, or with ``root/query/...`` and ``root/gallery/...``:
-      the folders say which.
-    - a CSV with the columns ``path,label`` and, optionally, ``role`` (train, test, query or gallery; without it the
-      halves are as above) and ``super_label``. Paths are relative to ``root``; semicolons or tabs may separate columns.
+    Class folders. The class is the top folder, as in torchvision's ``ImageFolder``; deeper folders do not matter::
 
-    Classes are sorted, as numbers where all are whole numbers. Lists of classes (one name a line, ``#`` begins a
-    comment) set the halves and the order in which protocols cut: those of ``train_classes`` come first, each list in
-    its own order. With only one list, all other classes form the other half. With both, classes in neither are left
-    out. Folders such as ``train``, ``val`` and ``test`` are then merged.
+        root/cat/1.jpg
+        root/cat/outdoors/2.jpg     class cat
+        root/dog/3.jpg
 
-    Files are relative to ``root`` unless absolute; ``name`` is the data set's in results.
+    Folders by role, with different classes to train and to test on::
+
+        root/train/cat/1.jpg        root/train/cat/1.jpg
+        root/test/dog/2.jpg         root/query/dog/2.jpg
+                                    root/gallery/dog/3.jpg
+
+    A split for classification: two or more of train, test, val, valid and validation, all with the same classes. Their
+    images are merged by class, as if the class folders were in ``root``::
+
+        root/train/cat/1.jpg        root/train/dog/2.jpg
+        root/val/cat/3.jpg          root/val/dog/4.jpg
+
+    A CSV list with a header. ``role`` (train, test, query or gallery) and ``super_label`` are optional columns;
+    semicolons or tabs may separate columns; lines without values are skipped::
+
+        path,label,role,super_label
+        photos/1.jpg,cat,train,pet
+        photos/2.jpg,dog,test,pet
+
+    Without roles, the first half of the sorted classes trains and the second tests. Classes are sorted as numbers if
+    all are whole numbers. ``train_classes`` and ``test_classes`` set the halves and the order of the classes instead:
+    those of ``train_classes`` come first, each list in its own order. With one list, all other classes form the other
+    half. With both, classes in neither are left out. With any list, folders such as train, val and test are merged.
+
+    Args:
+        root: folder of the images. Paths in the CSV are relative to it, wherever the CSV is.
+        csv: relative to ``root`` unless absolute.
+        train_classes: text file with one class a line; ``#`` begins a comment. Relative to ``root`` unless absolute.
+        test_classes: as ``train_classes``.
+        name: of the data set in results.
     """
     root = Path(root)
     if not root.is_dir():
@@ -81,7 +106,11 @@ def folder(
         class_names=class_names,
         role=images["role"].to_numpy(np.str_) if "role" in images else np.where(labels < num_train, "train", "test"),
         super_labels=numbered("super_label", _sorted_classes(images["super_label"])) if has_super else None,
-        remedy="point root at one of the folders, or give each class one half by train_classes and test_classes",
+        remedy=(
+            "point root at one of the folders, or merge them by class with train_classes or test_classes"
+            if csv is None
+            else "give each class one role, or leave out the column role"
+        ),
     )
     return table_of(listing)
 
@@ -92,51 +121,73 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
         logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
+    if tops and (loose := images_in(root)):
+        logger.warning(
+            "data set '%s': %d images in '%s' are left out: they are in no class folder", name, len(loose), root
+        )
     roles = {top: top.casefold() for top in tops if top.casefold() in PART_FOLDERS}
     has_parts = len(roles) == len(tops)
+    is_split = False
     if has_parts:
-        is_known = merge or (set(roles.values()) in _ROLE_FOLDERS and len(set(roles.values())) == len(tops))
+        found_roles = set(roles.values())
+        classes = [{image.split("/")[0] for image in images} for images in tops.values()]
+        is_split = len(tops) > 1 and found_roles <= _SPLIT_FOLDERS and all(own == classes[0] for own in classes)
+        is_known = merge or is_split or (found_roles in _ROLE_FOLDERS and len(found_roles) == len(tops))
         is_known &= all("/" in image for images in tops.values() for image in images)
     else:
         is_known = len(tops) > 1 and not any("/" in image for top in roles for image in tops[top])
     if not is_known or not tops:
         raise DataError(
-            f"data set '{name}' finds images in {shorten(sorted(tops)) or 'no folder'} of '{root}', expected class "
-            "folders, or folders train and test, or train, query and gallery, with class folders inside; point root at "
-            "the folder that holds these, set train_classes and test_classes, or list the images in a csv"
+            f"data set '{name}': got images in {shorten(sorted(tops)) or 'no folder'} of '{root}', expected class "
+            "folders, or train and test, or train, query and gallery, with class folders inside. Point root at the "
+            "folder that holds these, set train_classes or test_classes, or list the images in a csv."
         )
     found = pd.DataFrame([(top, image) for top, images in tops.items() for image in images], columns=["top", "image"])
     images = pd.DataFrame({"path": found["top"] + "/" + found["image"], "label": found["top"]})
+    if deep := int((found["image"].str.count("/") > has_parts).sum()):
+        logger.info("data set '%s': %d images are in subfolders of their class folders", name, deep)
     if not has_parts:
         return images, "class folders"
     images["label"] = found["image"].str.split("/").str[0]
-    if not merge:
+    if is_split and not merge:
+        logger.warning(
+            "data set '%s': %s hold the same %d classes; their images are merged by class",
+            *(name, " and ".join(tops), len(classes[0])),
+        )
+    elif not merge:
         images["role"] = found["top"].map(roles)
-    return images, f"class folders in {', '.join(tops)}"
+    return images, f"class folders in {', '.join(tops)}" + ", merged by class" * is_split
 
 
 def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
     text = read_text(file, remedy=_CORRECT_PATH)
     separator = max(_SEPARATORS, key=text.split("\n", 1)[0].count)
+    lines = csv_module.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True, strict=True)
+
+    def error(found: str, expected: str) -> DataError:
+        return DataError(f"line {lines.line_num} of '{file}': got {found}, expected {expected}. Correct it.")
+
+    rows: list[list[str]] = []
     try:
-        rows = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, na_filter=False, skipinitialspace=True)
-    except ValueError as error:
-        raise DataError(f"'{file}' is no CSV ({error}); correct it") from error
-    rows = rows.rename(columns=str.strip).apply(lambda column: column.str.strip())
-    if not _NEEDED <= set(rows.columns) <= set(_COLUMNS) or not isinstance(rows.index, pd.RangeIndex):
-        raise DataError(
-            f"'{file}' has the columns {', '.join(rows.columns)}, expected path and label, optionally role and "
-            "super_label, and as many values in each row; correct it"
-        )
-    if rows.empty:
-        raise DataError(f"'{file}' lists no images; add a line for each")
-    wrong = (rows == "").any(axis=1)
-    if "role" in rows:
-        wrong |= ~rows["role"].isin(ROLES)
-    for values in rows[wrong].to_numpy():
-        raise DataError(f"'{file}' has the row '{', '.join(values)}', expected a value in each column; {_ROLES}")
-    rows["path"] = rows["path"].map(posixpath.normpath)  # ./a//b.jpg is a/b.jpg
-    return rows, f"the list {file.name}" + (" with roles" if "role" in rows else "")
+        columns = [column.strip() for column in next(lines, [])]
+        if not _NEEDED <= set(columns) <= _COLUMNS or len(set(columns)) < len(columns):
+            raise error(f"the columns {', '.join(columns)}", "path and label, optionally role and super_label")
+        for line in lines:
+            values = [value.strip() for value in line]
+            if not any(values):
+                continue
+            if len(values) != len(columns) or not all(values):
+                raise error(f"'{', '.join(values)}'", f"a value for each of {', '.join(columns)}")
+            rows.append(values)
+            if "role" in columns and (role := values[columns.index("role")]) not in ROLES:
+                raise error(f"the role '{role}'", f"one of {', '.join(ROLES)}")
+    except csv_module.Error as broken:
+        raise DataError(f"line {lines.line_num} of '{file}' is not CSV: {broken}. Correct it.") from broken
+    if not rows:
+        raise DataError(f"'{file}': got no images, expected a line for each. Add them.")
+    images = pd.DataFrame(rows, columns=columns)
+    images["path"] = images["path"].map(posixpath.normpath)  # ./a//b.jpg is a/b.jpg
+    return images, f"the list {file.name}" + (" with roles" if "role" in columns else "")
 
 
 def _listed_classes(

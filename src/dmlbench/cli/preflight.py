@@ -1,0 +1,216 @@
+"""Show the runs of a sweep or table, and check them before hours are spent: inputs, comparability and time."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.utils import configure_log
+from omegaconf import OmegaConf
+
+from dmlbench.apps.experiment_rows import COORDINATES
+from dmlbench.apps.paper_comparison import expected_differences
+from dmlbench.apps.plan import Compose, Plan, Run, compose_configs, load_inputs, make_plan, require_writable
+from dmlbench.apps.time_estimate import RunTime, kind_of, measured_times, timed, total_time
+from dmlbench.build import make_experiment
+from dmlbench.checks import check
+from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.hydra_command import is_sweep, prepare_process, quiet, sweep_jobs
+from dmlbench.cli.progress import own_overrides
+from dmlbench.cli.reproduce import Table
+from dmlbench.cli.train import composed_run
+from dmlbench.config import composing, key_of
+from dmlbench.identity import Overrides, PlannedConfig, planned_config
+from dmlbench.results.caveats import by_fact
+from dmlbench.runtime import select_device, set_strict_float32
+from dmlbench.types import ConfigError, DmlbenchError, RunError
+
+log = logging.getLogger(__name__)
+
+_MOST_TIMED = 3
+"""Configs that a dry run times."""
+
+Settings = dict[str, dict[str, Any]]
+"""What ``expected_differences`` reads of composed configurations, by ``sha256``."""
+
+
+def check_sweep(line: CommandLine) -> None:
+    """``dmlbench train --dry-run``: list the runs with their state, check their inputs, and estimate their time."""
+    if line.help or line.cfg:
+        raise ConfigError("--dry-run: leave --help and --cfg out.")
+    prepare_process(line.config_dir, "train")
+    overrides = for_hydra("train", line)
+    with composing(line.config_dir, "train"):
+        configure_log(hydra.compose("train", return_hydra_config=True).hydra.job_logging)
+        jobs = [[override for override in overrides if not key_of(override).startswith("hydra")]]
+        if (line.is_sweep or is_sweep(overrides)) and not (jobs := sweep_jobs(overrides)):
+            raise ConfigError("--dry-run: got a sweeper that chooses its jobs as it goes, expected Hydra's basic one.")
+        settings: Settings = {}
+        wanted = [tuple(each for each in job if key_of(each) not in COORDINATES) for job in jobs]
+        names = dict(zip(wanted, own_overrides(wanted), strict=True))
+        with quiet("dmlbench.recipes"):
+            composed = compose_configs(names, composer(settings, is_checked=True))
+            configs = [config for config in composed.values() if not isinstance(config, str)]
+            failures = [config for config in composed.values() if isinstance(config, str)]
+            if not configs:
+                raise ConfigError(failures[0])
+            first = settings[configs[0].sha256]
+            coordinates = {key: _numbers(key, jobs) or [first[key]] for key in COORDINATES}
+            output_dir = first["paths"]["output_dir"]
+            plan = make_plan(configs, composer({}, is_checked=False), output_dir, coordinates)
+        requested = {config.sha256 for config in configs}
+        before = [run for run in plan.preparing if run.is_to_do and run.config.sha256 not in requested]
+        failures += [f"run stage 1 first: {run.path}" for run in before]
+        to_do = [run for wave in plan.waves() for run in wave if run.config.sha256 in requested]
+        print_plan(plan, names, failures)
+        check_runs(plan, to_do, names, failures, output_dir)
+
+
+def _numbers(key: str, jobs: Sequence[Sequence[str]]) -> list[int]:
+    """The folds or repeats of jobs."""
+    texts = dict.fromkeys(each.partition("=")[2] for job in jobs for each in job if key_of(each) == key)
+    if wrong := [text for text in texts if not text.isdecimal()]:
+        raise ConfigError(f"{key}: got {wrong[0]}, expected a number from 0.")
+    return [int(text) for text in texts]
+
+
+def composer(settings: Settings, *, is_checked: bool) -> Compose:
+    """Compose configs, and keep their settings; with ``is_checked`` also check them as a run does."""
+
+    def planned(overrides: Sequence[str]) -> PlannedConfig:
+        cfg = composed_run(overrides)
+        if is_checked:
+            check(cfg)
+        config = planned_config(tuple(overrides), cfg)
+        parts: Any = OmegaConf.to_container(cfg, resolve=False)
+        settings[config.sha256] = {
+            **{key: parts[key] for key in ("head", "evaluation", "runtime", *COORDINATES)},
+            **{key: OmegaConf.to_container(cfg[key], resolve=True) for key in ("backbone", "paths")},
+        }
+        return config
+
+    return planned
+
+
+def print_plan(plan: Plan, names: Mapping[Overrides, str], failures: Sequence[str]) -> None:
+    """Print the states of every config's requested runs."""
+    shown = [*{config.sha256: config for config in plan.first.values()}.values(), *plan.configs]
+    of_config = {config.sha256: names.get(config.overrides, "") for config in shown}
+    of_name, of_place = max(map(len, of_config.values())), max(len(config.place) for config in shown)
+    for config in shown:
+        states = Counter(run.state for run in plan.requested if run.config.sha256 == config.sha256)
+        name = f"{of_config[config.sha256]:<{of_name}}  " if of_name else ""
+        print(f"{name}{config.place:<{of_place}}  {_counted(states) or 'no run requested'}")
+    for failure in dict.fromkeys(failures):
+        print(f"not planned: {failure}")
+    total = _counted(Counter(run.state for run in plan.requested))
+    print(f"{len(shown)} configs, {len(plan.requested)} runs: {total}")
+
+
+def _counted(states: Counter[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in states.items())
+
+
+def print_time(to_do: Sequence[Run], times: Mapping[str, RunTime], *, with_sources: bool) -> None:
+    """Print the number of runs to do and their time."""
+    total = total_time(to_do, times)
+    print(f"to run here: {len(to_do)}{f', {total}' if total else ''}")
+    lines = Counter(
+        (kind_of(run.config), times[run.config.sha256]) for run in to_do if with_sources and run.config.sha256 in times
+    )
+    for (kind, each), count in lines.items():
+        print(f"  {'/'.join(kind)}: {count} runs, {each}")
+
+
+def check_runs(
+    plan: Plan, to_do: Sequence[Run], names: Mapping[Overrides, str], failures: Sequence[str], output_dir: str,
+    *, table: Table | None = None, settings: Settings | None = None, reasons: Sequence[str] = (),
+    is_elsewhere: bool = False,
+) -> None:  # fmt: skip
+    """Check the inputs and the output folder of runs, print their time and which rows will not be comparable.
+
+    Args:
+        failures: why configs cannot be composed.
+        table: of a paper, with the ``settings`` of its configs and the ``reasons`` why no row is comparable.
+        is_elsewhere: another machine runs them: inputs and time are left out.
+
+    Raises:
+        RunError: something is missing.
+    """
+    configs = {run.config.sha256: run.config for run in to_do}
+    inputs = load_inputs([] if is_elsewhere else configs.values())
+    if table is not None and table.has_scores:
+        _print_comparability(table, configs, settings or {}, inputs.notes, reasons)
+    problems = {failure: list[str]() for failure in failures}
+    for sha256, error in inputs.missing.items():
+        problems.setdefault(str(error), []).append(names.get(configs[sha256].overrides) or configs[sha256].name)
+    count = sum(run.config.sha256 in inputs.missing for run in to_do)
+    try:
+        require_writable(output_dir)
+    except ConfigError as error:
+        problems[str(error)], count = [], len(to_do)
+    if is_elsewhere:
+        print_time(to_do, measured_times(plan), with_sources=True)
+        print("data, weights and time were not checked: the launcher uses other machines")
+    else:
+        print_time(to_do, _times(plan, to_do, names, inputs.missing), with_sources=True)
+    if problems:
+        listed = "; ".join(f"{what} ({', '.join(rows)})" if rows else what for what, rows in problems.items())
+        what = f"{count} of {len(to_do)} runs cannot start" if count else f"{len(failures)} configs cannot be run"
+        raise RunError(f"{what}: {listed}")
+
+
+def _print_comparability(
+    table: Table, configs: Mapping[str, PlannedConfig], settings: Settings, notes: Mapping[str, Sequence[str]],
+    reasons: Sequence[str],
+) -> None:  # fmt: skip
+    by_overrides = {config.overrides: config for config in configs.values()}
+    facts: dict[str, dict[str, None]] = {}
+    for row in table.rows:
+        if (config := by_overrides.get(row.overrides)) is not None and row.score is not None:
+            differences = expected_differences(row, config, settings[config.sha256], notes.get(config.sha256, ()))
+            facts.setdefault(row.name, {}).update(dict.fromkeys([*reasons, *differences]))
+    lines = by_fact([list(own) for own in facts.values()], list(facts)) if facts else []
+    print("".join(f"will not be comparable with the paper: {line}\n" for line in lines), end="")
+
+
+def _times(
+    plan: Plan, to_do: Sequence[Run], names: Mapping[Overrides, str], missing: Mapping[str, DmlbenchError]
+) -> dict[str, RunTime]:
+    """Times of runs by ``sha256`` of their config: of complete runs, else of the first config of each kind."""
+    times = measured_times(plan)
+    of_kind: dict[tuple[str, ...], RunTime] = {}
+    for run in to_do:
+        config, kind = run.config, kind_of(run.config)
+        if config.sha256 in times:
+            continue
+        if config.sha256 in missing:
+            times[config.sha256] = RunTime(None, "data or weights are missing")
+            continue
+        if kind not in of_kind and len(of_kind) == _MOST_TIMED:
+            times[config.sha256] = RunTime(None, f"a dry run times {_MOST_TIMED} configs")
+            continue
+        if kind not in of_kind:
+            of_kind[kind] = _timed(run, names.get(config.overrides) or config.name)
+        times[config.sha256] = of_kind[kind]
+    return times
+
+
+def _timed(run: Run, name: str) -> RunTime:
+    """The time of a run, by a few of its steps. Images are decoded in this process, and nothing is cached."""
+    cfg = composed_run(run.overrides)
+    cfg.image_cache, cfg.num_workers, cfg.logger = False, 0, None
+
+    def refuse_to_build() -> None:
+        raise RunError("the feature cache is not built yet")
+
+    log.info("timing %s", name)
+    set_strict_float32()
+    try:
+        if cfg.feature_cache is not None and not any(Path(cfg.paths.cache_dir).glob("*.features")):
+            refuse_to_build()
+        return timed(make_experiment(cfg, run.path, select_device(cfg.device), check=refuse_to_build), name)
+    except DmlbenchError as error:
+        return RunTime(None, str(error))
