@@ -117,7 +117,7 @@ def test_a_grid_is_its_configs_with_the_command_lines_values_in_place_of_its_own
     ]
     assert coordinates == {"repeat": [0, 1], "fold": [2]}
     assert len(grid(params, [])[0]) == 4
-    with pytest.raises(ConfigError, match="fold=x: fold is a number"):
+    with pytest.raises(ConfigError, match="fold=x: expected numbers from 0"):
         grid(params, ["fold=x"])
 
 

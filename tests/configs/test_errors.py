@@ -143,8 +143,8 @@ def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, command, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["status", "paths.output_dir="], "is empty; name"),
-        (["report", "paths.output_dir=' '"], "is empty; name"),
+        (["status", "paths.output_dir="], "got '', expected a folder"),
+        (["report", "paths.output_dir=' '"], "got '', expected a folder"),
         (["table", "name=../../evil"], "expected a file name"),
     ],
 )

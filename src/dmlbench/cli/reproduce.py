@@ -52,7 +52,7 @@ def main(line: CommandLine) -> None:
 
 def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[str], list[str]]:
     """The command's own part of a command line, the overrides of its runs, and those of Hydra's launchers."""
-    known = [*keys, *_OF_RUNS]
+    known = list(dict.fromkeys([*keys, *_OF_RUNS]))
     added = [path.name for path in line.config_dir.iterdir()] if line.config_dir else []
     grouped = [(re.split("[./@]", key_of(override).strip())[0], override) for override in line.overrides]
     if unknown := [group for group, _ in grouped if group not in (*known, *groups(), *added)]:
