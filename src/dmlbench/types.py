@@ -237,6 +237,12 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) ->
     return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
 
 
+def shorten(names: Sequence[str] | NDArray[np.str_], *, most: int = 10) -> str:
+    """The first names and how many more there are, for messages."""
+    shown = ", ".join(str(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
 def missing_module(module: str, part: str, config_dir: object = None) -> str:
     """For error messages: a module that is not found, the part that needs it, and the remedy.
 

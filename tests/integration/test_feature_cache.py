@@ -12,6 +12,7 @@ from killed_runs import killed_after
 from omegaconf import DictConfig
 
 import dmlbench as db
+from dmlbench.cli.main import main
 from dmlbench.components import component
 from dmlbench.config import compose
 from dmlbench.data.batches.loaders import TrainBatches
@@ -143,6 +144,17 @@ def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"feature cache .* is damaged"):
         run(config(tmp_path, *choices, "head.out_features=5", "fit.max_steps=200", "fit.validate_every=200"))
+
+
+def test_a_dry_run_builds_no_cache_beside_those_of_other_settings(tmp_path: Path, capsys) -> None:
+    run(config(tmp_path, "backbone.frozen_until=all", *MAPS, "fit=untrained"))
+    before = sorted((tmp_path / "cache").iterdir())
+    paths = [f"paths.output_dir={tmp_path / 'out'}", f"paths.cache_dir={tmp_path / 'cache'}"]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *SMALL, HEAD, *paths, "backbone.frozen_until=all", *MAPS, "feature_cache.views=4", "--dry-run"])
+    assert not ended.value.code
+    assert "time unknown: the feature cache is not built yet" in capsys.readouterr().out
+    assert sorted((tmp_path / "cache").iterdir()) == before
 
 
 @pytest.mark.parametrize("choices", [MAPS, POOLED], ids=["maps", "pooled"])

@@ -7,17 +7,18 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from dmlbench.runtime import random_state
-from dmlbench.training.log import History, MlflowLogger, TensorBoardLogger, WandbLogger, read_history
+from dmlbench.training.log import History, Logger, MlflowLogger, TensorBoardLogger, WandbLogger, read_history
 from dmlbench.types import ConfigError, RunError
 
 
@@ -118,6 +119,20 @@ def wandb_records(file: Path) -> Iterator[Any]:
             whole = b""
 
 
+def starts_of_a_killed_run(make_logger: Callable[[], Logger], picture: NDArray[np.uint8]) -> Iterator[bool]:
+    """Log a run that is killed after step 4, then resumed from the checkpoint of step 2; yields if it is complete."""
+    for first, last in ((0, 4), (2, 5)):
+        logger = make_logger()
+        logger.start(first)
+        for step in range(first + 1, last + 1):
+            logger.log(step, {"train/loss": 1 / step})
+        if last == 5:
+            logger.image(5, "val/nearest", picture)
+            logger.summary(5, {"test/map_at_r": 0.25})
+        logger.close()
+        yield last == 5
+
+
 @pytest.mark.slow
 def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypatch, capfd, caplog) -> None:
     caplog.set_level(logging.WARNING, logger="dmlbench")  # other tests let its own messages through
@@ -130,19 +145,14 @@ def test_wandb_keeps_all_offline_under_one_id_without_a_word(tmp_path, monkeypat
     np.random.seed(0)  # noqa: NPY002 - the global generator is what is looked at
     torch.manual_seed(0)
     before = random_state()
-    for first, last in ((0, 4), (2, 5)):  # killed after step 4, whose checkpoint was that of step 2
-        logger = WandbLogger(
+    for is_complete in starts_of_a_killed_run(
+        lambda: WandbLogger(
             run_dir=run_dir, run_id="0123abcd", configuration="pooling: {name: gsp}\n", entity="team", tags=["a", "b"],
             init={"notes": "second try", "job_type": "baseline", "settings": {"x_label": "one"}},
-        )  # fmt: skip
-        logger.start(first)
-        for step in range(first + 1, last + 1):
-            logger.log(step, {"train/loss": 1 / step})
-        if last == 5:
-            logger.image(5, "val/nearest", picture)
-            logger.summary(5, {"test/map_at_r": 0.25})
-        logger.close()
-        time.sleep(1.1 if first == 0 else 0)  # W&B names folders by the second
+        ),
+        picture,
+    ):  # fmt: skip
+        time.sleep(0 if is_complete else 1.1)  # W&B names folders by the second
     assert torch.equal(random_state()["torch"], before["torch"])
     assert str({k: v for k, v in random_state().items() if k != "torch"}) == str(
         {k: v for k, v in before.items() if k != "torch"}
@@ -193,19 +203,14 @@ def test_mlflow_resumes_one_run_in_a_local_database(tmp_path) -> None:
     picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     before = str(random_state())
     client = mlflow.MlflowClient(uri)
-    for first, last in ((0, 4), (2, 5)):  # killed after step 4, whose checkpoint was that of step 2
-        logger = MlflowLogger(
+    for is_complete in starts_of_a_killed_run(
+        lambda: MlflowLogger(
             run_dir=run_dir, run_id="0123abcd", configuration="pooling: {name: gsp}\n", tracking_uri=uri
-        )
-        logger.start(first)
-        for step in range(first + 1, last + 1):
-            logger.log(step, {"train/loss": 1 / step})
-        if last == 5:
-            logger.image(5, "val/nearest", picture)
-            logger.summary(5, {"test/map_at_r": 0.25})
-        logger.close()
+        ),
+        picture,
+    ):
         (run,) = client.search_runs([client.get_experiment_by_name("dmlbench").experiment_id])
-        assert run.info.status == ("FINISHED" if last == 5 else "FAILED")
+        assert run.info.status == ("FINISHED" if is_complete else "FAILED")
     assert str(random_state()) == before
     assert run.info.run_name == "glyphs/mlrc/gsp-1234/fold2_rep1"
     assert run.data.tags["run_id"] == "0123abcd"

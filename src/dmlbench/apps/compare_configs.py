@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from dmlbench.results.rules import rule_named, scores_of_run, spec_of_run
 from dmlbench.results.shared_settings import shared_settings
 from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
+from dmlbench.runtime import shows_progress
 from dmlbench.training.fit import HISTORY
 from dmlbench.types import ConfigError, DmlbenchError, RunError, flatten
 
@@ -69,7 +69,7 @@ def asked_columns(spec: EvaluationSpec) -> list[str]:
 
 def find_configs(
     output_dir: str, pattern: str, spec: EvaluationSpec, *, allow_partial: bool = False,
-    left_out: dict[Path, str] | None = None,
+    left_out: list[str] | None = None,
 ) -> dict[tuple[str, str], list[ConfigSummary]]:  # fmt: skip
     """Aggregated configs by (data set, protocol), trained ones first.
 
@@ -77,7 +77,7 @@ def find_configs(
     unless ``allow_partial`` takes them.
 
     Args:
-        left_out: gets every config that is left out with the reason, also those that cannot be read; these raise the
+        left_out: gets every config that is left out, with the reason; also those that cannot be read; these raise the
             error if this is None.
 
     Raises:
@@ -103,7 +103,7 @@ def find_configs(
             incomplete = reason
             log.warning("%s is left out", reason)
             if left_out is not None:
-                left_out[path] = reason
+                left_out.append(reason)
             continue
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
@@ -123,8 +123,9 @@ def _summary(
         raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
     if has_scores(summary, spec):
         return summary
-    progress = sys.stderr.isatty()
-    return aggregate_config(runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=progress)
+    return aggregate_config(
+        runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=shows_progress()
+    )
 
 
 def _require_readable(run_dirs: Sequence[Path]) -> None:

@@ -13,7 +13,7 @@ from dmlbench.apps.pictures import COLORS, plt
 from dmlbench.evaluation.metrics.registry import Score, score_named
 from dmlbench.results.class_bootstrap import class_bootstrap
 from dmlbench.results.collections import PairedDifference, confidence_interval, holm, paired_difference
-from dmlbench.results.store import Coordinates, RunInfo
+from dmlbench.results.store import PER_QUERY, Coordinates, RunInfo
 from dmlbench.results.table import Table
 from dmlbench.types import ConfigError, closest
 
@@ -89,7 +89,7 @@ def _query_scores(
     """Scores of each config's queries, averaged over runs, by label; and the queries' classes [Q]."""
     found: dict[str, pd.DataFrame] = {}
     for config in configs:
-        frames = [pd.read_csv(run.path / "per_query.csv") for run in _summarized(config)]
+        frames = [pd.read_csv(run.path / PER_QUERY) for run in _summarized(config)]
         found[config.label] = pd.concat([frame[list(metrics)] for frame in frames]).groupby(level=0).mean()
     return found, frames[0]["label"].to_numpy()
 

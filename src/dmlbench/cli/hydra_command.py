@@ -148,7 +148,7 @@ class Job:
             if self.name != "train":
                 return self.task(arguments_of(cfg))
             complete_config(cfg)
-            return self.task(cfg) if self.progress is None else self.task(cfg, self.progress)
+            return self.task(cfg, self.progress)
         except RunInUse as error:
             if HydraConfig.get().mode != RunMode.MULTIRUN:
                 return error

@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -209,8 +208,6 @@ def _timed(run: Run, name: str) -> RunTime:
     log.info("timing %s", name)
     set_strict_float32()
     try:
-        if cfg.feature_cache is not None and not any(Path(cfg.paths.cache_dir).glob("*.features")):
-            refuse_to_build()
         return timed(make_experiment(cfg, run.path, select_device(cfg.device), check=refuse_to_build), name)
     except DmlbenchError as error:
         return RunTime(None, str(error))

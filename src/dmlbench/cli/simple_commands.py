@@ -216,11 +216,11 @@ def report(args: Any) -> None:
     folder = Path(args.paths.output_dir) / "tables"
     spec = component(args.evaluation)
     remove_leftovers(folder)
-    left_out: dict[Path, str] = {}
+    left_out: list[str] = []
     grouped = find_configs(
         args.paths.output_dir, args.configs, spec, allow_partial=args.allow_partial, left_out=left_out
     )
-    reasons = [reason.replace(f"{args.paths.output_dir}/", "") for reason in left_out.values()]
+    reasons = [reason.replace(f"{args.paths.output_dir}/", "") for reason in left_out]
     shown = {"num_queries": args.queries, "num_nearest": args.nearest, "left_out": reasons}
     if not args.picture:
         path = Path(args.output or folder / "report.html")

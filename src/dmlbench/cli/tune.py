@@ -87,7 +87,8 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     name = table.reproduce.get("search")
     if name is None:
         raise ConfigError(f"tune: got true, but {table.name} names no search. Tune a config by dmlbench tune.")
-    folder = config_dir or Path(args.paths.output_dir) / "tuning" / name
+    results = Path(args.paths.output_dir) / "tuning" / name
+    folder = config_dir or results
     path = folder / "recipe" / f"{name}.yaml"
     if path.is_file() and WRITTEN not in path.read_text(encoding="utf-8"):
         raise ConfigError(f"{path}: got a recipe written by hand, which tune=true would replace. Rename it.")
@@ -116,8 +117,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
         raise RunError(f"{', '.join(failed)}: no trial is complete.")
     of_runs = {key: search.of_run(best[key].values, 0) for key, search in searches.items()}
     parts = [(covered[key], _choices(of_runs[key]), best[key]) for key in searches]
-    tables = Path(args.paths.output_dir) / "tuning" / name
-    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(tables / "trials")
+    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(results / "trials")
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts, known).encode())
     print(f"written: {path}")

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.published_images import deviations_of_sample
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, shorten
 
-_NAMED_IN_ERRORS = 10
 _UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
 
 
@@ -228,9 +227,3 @@ def leaves_root(path: str) -> bool:
     if path.startswith(("/", "\\")) or (":" in path and os.path.isabs(path)):
         return True
     return ".." in path and ".." in path.replace("\\", "/").split("/")
-
-
-def shorten(names: Sequence[str] | NDArray[np.str_]) -> str:
-    """The first ten names and how many more there are, for messages."""
-    shown = ", ".join(str(n) for n in names[:_NAMED_IN_ERRORS])
-    return shown if len(names) <= _NAMED_IN_ERRORS else f"{shown} and {len(names) - _NAMED_IN_ERRORS} more"

@@ -15,12 +15,22 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from dmlbench.data.image_table import rows_of_classes, shorten
+from dmlbench.data.image_table import rows_of_classes
 from dmlbench.data.protocols import Protocol
 from dmlbench.data.readers.files import read_pickle
 from dmlbench.external_files import Schema, validated
 from dmlbench.runtime import read_json
-from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split, check_choice, closest
+from dmlbench.types import (
+    ConfigError,
+    DataError,
+    ImageTable,
+    IntArray,
+    RetrievalSet,
+    Split,
+    check_choice,
+    closest,
+    shorten,
+)
 
 FORMAT = "dmlbench oodml splits 1"
 SELECTIONS = ("official_test", "val")

@@ -9,11 +9,11 @@ from typing import Any
 from dmlbench.evaluation.metrics.registry import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results import store
-from dmlbench.results.caveats import abbreviated
+from dmlbench.results.caveats import MOST_RUNS
 from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
 from dmlbench.results.store import RESULT, Coordinates, RunInfo, run_name
 from dmlbench.runtime import read_json, remove_leftovers, write_json
-from dmlbench.types import RunError
+from dmlbench.types import RunError, shorten
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def aggregate_config(
     missing = missing_runs(results, first)
     num_expected = len(results) + len(missing)
     if missing and not allow_partial:
-        lacking = f"without {abbreviated(missing)}{_failed(runs)}"
+        lacking = f"without {shorten(missing, most=MOST_RUNS)}{_failed(runs)}"
         raise IncompleteConfig(
             f"{config_dir}: incomplete: {len(results)} of {num_expected} runs, {lacking}. Run the missing ones, or set "
             "allow_partial=true."
@@ -155,7 +155,7 @@ def missing_runs(done: Collection[Coordinates], result: Mapping[str, Any]) -> li
 def _failed(runs: Sequence[RunInfo]) -> str:
     """The failed runs of a config, as the end of a message."""
     names = [run.path.name for run in runs if run.state == "failed"]
-    return f"; failed: {abbreviated(names)} (see `dmlbench status`)" if names else ""
+    return f"; failed: {shorten(names, most=MOST_RUNS)} (see `dmlbench status`)" if names else ""
 
 
 def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:

@@ -8,6 +8,8 @@ PARTIAL = "PARTIAL: "
 IMPORTED = "IMPORTED: "
 DEGENERATE = "DEGENERATE EMBEDDINGS: "
 OTHER_DATA = "NOT THE PUBLISHED DATA: "
+MOST_RUNS = 4
+"""Names of runs that a message lists."""
 UNKNOWN = "unknown"
 """Training and selection of an imported model, if the user did not tell."""
 _FORMER_NOTES = (
@@ -75,12 +77,6 @@ def queries(scored: Mapping[str, Any]) -> str:
     """Number of queries, and of the published test set's if that differs."""
     of = f" of {scored['n_query_published']:,}" if "n_query_published" in scored else ""
     return f"{scored['n_query']:,}{of} queries"
-
-
-def abbreviated(names: Sequence[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def by_row(facts: Sequence[Sequence[str]], labels: Sequence[str]) -> list[str]:

@@ -6,9 +6,9 @@ from typing import Any
 import pandas as pd
 
 from dmlbench.evaluation.metrics.registry import Score, score_named
-from dmlbench.results.caveats import PARTIAL, abbreviated, by_fact, by_row, caveats_of_rows, queries
+from dmlbench.results.caveats import MOST_RUNS, PARTIAL, by_fact, by_row, caveats_of_rows, queries
 from dmlbench.results.table import Entry, Table
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, closest, shorten
 
 NO_TRAINING = "(no training)"
 """End of the label of a config that takes no optimizer step."""
@@ -206,7 +206,7 @@ def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
     facts = []
     runs = f"{summary['n_runs']} run{'s' * (summary['n_runs'] > 1)}"
     if summary["missing"]:
-        missing = abbreviated(summary["missing"])
+        missing = shorten(summary["missing"], most=MOST_RUNS)
         runs = f"{PARTIAL}{summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
     if summary["n_collections"]:
         count = summary["n_collections"]

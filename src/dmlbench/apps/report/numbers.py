@@ -21,7 +21,7 @@ from dmlbench.evaluation.metrics.registry import METRICS, score_named
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, config_settings
 from dmlbench.results.caveats import incomparable
 from dmlbench.results.collections import paired_difference
-from dmlbench.results.store import CONFIG, coordinates_of, read_result, require_own_files
+from dmlbench.results.store import CONFIG, PER_QUERY, coordinates_of, read_result, require_own_files
 from dmlbench.results.table import Entry, Table
 from dmlbench.results.verdicts import NEEDS, compare
 from dmlbench.training.fit import HISTORY
@@ -30,7 +30,6 @@ from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
 
-PER_QUERY = "per_query.csv"
 FIRST_CURVE = "val/map_at_r"
 _LEVEL = 0.95
 _MOST_STEPS = 250  # points of a curve

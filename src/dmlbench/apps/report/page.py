@@ -6,7 +6,6 @@ import html
 import io
 import json
 import logging
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.caveats import by_row, caveats_of_rows
 from dmlbench.results.config_table import NO_TRAINING, check_metrics, differing_settings, shown_kinds, size_of
 from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
-from dmlbench.runtime import atomic_write, generator
+from dmlbench.runtime import atomic_write, generator, shows_progress
 from dmlbench.types import DmlbenchError, EmbeddingSet, ImageTable, IntArray, Neighbors
 
 log = logging.getLogger(__name__)
@@ -246,7 +245,7 @@ def write_page(
     """
     tables = build_tables(grouped, spec)
     groups = []
-    for (dataset, protocol), configs in tqdm(grouped.items(), "report", unit="table", disable=not sys.stderr.isatty()):
+    for (dataset, protocol), configs in tqdm(grouped.items(), "report", unit="table", disable=not shows_progress()):
         metrics = numbers.metrics_of_runs(configs, asked_columns(spec))
         names = [metric["name"] for metric in metrics]
         shown, class_names = _images(configs, num_queries, num_nearest, device if with_overlays else None)
@@ -327,7 +326,7 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
     """
     explained: dict[int, Explained] = {}
     why: dict[str, str] = {}
-    for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not sys.stderr.isatty())):
+    for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not shows_progress())):
         run_dir = config.complete[0]
         try:
             run = load_run(run_dir, {"num_workers": 0}, device=device)

@@ -166,11 +166,12 @@ def complete_cache(
 
     Args:
         records: records [b, F, 1, 1] of the given positions in order, in parts.
-        check: called regularly; its exceptions end the build, whose next start resumes.
+        check: called before and during the build; its exceptions end it, and the next start resumes.
         name: of the data set, for messages.
     """
     if cache.is_complete():
         return
+    check()
     cache.path.parent.mkdir(parents=True, exist_ok=True)
     part = cache.path.with_suffix(".part")
     try:

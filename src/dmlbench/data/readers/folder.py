@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dmlbench.data.image_table import Listing, shorten, table_of
+from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.readers.files import read_text
 from dmlbench.data.readers.layouts import images_below, images_in, subfolders
-from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest
+from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest, shorten
 
 _SPLIT_FOLDERS = {"train", "test", "val", "valid", "validation"}
 PART_FOLDERS = {*ROLES, *_SPLIT_FOLDERS}

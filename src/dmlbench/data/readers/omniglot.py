@@ -10,11 +10,11 @@ import pandas as pd
 from numpy.typing import NDArray
 from PIL import Image
 
-from dmlbench.data.image_table import Listing, Published, halved_roles, shorten, table_of
+from dmlbench.data.image_table import Listing, Published, halved_roles, table_of
 from dmlbench.data.images.array_cache import cached_array
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, images_by_path
-from dmlbench.types import ConfigError, DataError, ImageTable, closest
+from dmlbench.types import ConfigError, DataError, ImageTable, closest, shorten
 
 ARCHIVES = (
     "images_background.zip",
