@@ -33,6 +33,7 @@ from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
 from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
 from dmlbench.models.projection import Head
+from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import autocast, derive_seed, seed_everything, shows_progress
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
@@ -390,7 +391,7 @@ def build_optimizer(
 
 def build_train_batches(
     cfg: DictConfig, data: Data, images: Inputs, *, seed: int, device: torch.device,
-    second_views: bool = False,
+    second_views: bool = False, ranks: Ranks = ONE,
 ) -> TrainBatches:  # fmt: skip
     """Endless training batches."""
     sampler = component(cfg.sampler, labels=data.class_index[data.table.labels[data.split.train]], seed=seed)
@@ -405,6 +406,7 @@ def build_train_batches(
         device=device,
         num_workers=cfg.num_workers,
         second_views=second_views,
+        part=(ranks.rank, ranks.size),
     )
 
 
@@ -424,6 +426,7 @@ def make_setup(
     seed: int | None = None,
     check_data: Callable[[ImageTable], None] = lambda table: None,
     check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ONE,
 ) -> Setup:
     """Build a ``Setup`` with initial weights, and set ``cfg.runtime``.
 
@@ -443,6 +446,10 @@ def make_setup(
     model = build_model(cfg)
     rerank = build_rerank(cfg, model)
     settings = component(cfg.fit)
+    if settings.sync_batch_norm:
+        if device.type == "cpu":
+            raise ConfigError("fit.sync_batch_norm: got true, expected false on a CPU, for which PyTorch has none.")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     move(model, device, channels_last=settings.channels_last)
     cache = use_feature_cache(cfg, data, model, open_images, device, check=check)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
@@ -459,6 +466,7 @@ def make_setup(
         device=device,
         eval_batch_size=cfg.eval_batch_size,
         num_workers=cfg.num_workers,
+        ranks=ranks,
     )
 
 
@@ -469,13 +477,14 @@ def make_experiment(
     *,
     plan: Plan | None = None,
     check: Callable[[], None] = lambda: None,
+    ranks: Ranks = ONE,
 ) -> Experiment:
     """Build an ``Experiment`` of a checked configuration; a plan replaces the training's length and schedule."""
     cfg = copy.deepcopy(cfg)
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # without the config, so that configs are compared in pairs
-    setup = make_setup(cfg, device, seed=seed, check=check)
+    setup = make_setup(cfg, device, seed=seed, check=check, ranks=ranks)
     images = setup.images
     images = replace(images, random=True) if isinstance(images, FeatureView) else setup.open_images("train")
     objective = build_objective(cfg, setup.model).to(device)
@@ -503,12 +512,18 @@ def make_experiment(
         protocol=component(cfg.protocol),
         plan=plan,
         batches=build_train_batches(
-            cfg, setup.data, images, seed=seed, device=device, second_views=objective.key_momentum is not None
+            cfg,
+            setup.data,
+            images,
+            seed=seed,
+            device=device,
+            second_views=objective.key_momentum is not None,
+            ranks=ranks,
         ),
         objective=objective,
         optimizer=optimizer,
         schedule=schedule,
-        loggers=[component(node, **of_logger) for node in (cfg.logger or {}).values()],
+        loggers=[component(node, **of_logger) for node in (cfg.logger or {}).values()] if ranks.is_first else [],
         image_size=tuple(cfg.runtime.image_size),
         steps_per_epoch=cfg.runtime.steps_per_epoch,
         provenance=provenance | {key: value for key, value in if_any.items() if value},

@@ -22,6 +22,7 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.losses.objective import Objective
 from dmlbench.models.closed_form import Moments
 from dmlbench.models.net import MetricModel, PooledModel
+from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import autocast, shows_progress
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
@@ -57,6 +58,7 @@ class Setup:
     device: torch.device
     eval_batch_size: int  # another number moves embeddings by about 1e-6
     num_workers: int | None  # processes that read ahead; None: the loader decides
+    ranks: Ranks = ONE  # they embed a part each; the first one scores
 
     def batches(self, rows: IntArray) -> EvalBatches:
         """Table rows as batches without augmentation."""
@@ -78,8 +80,11 @@ class Setup:
                 return self.model(images).embedding if rows_of is None else rows_of(images)
 
         def embedded(rows: IntArray, describe: str) -> EmbeddingSet:
-            batches, progress = self.batches(rows), shows_progress()
-            return embed(formatted, batches, device=self.device, progress=progress, count=len(rows), describe=describe)
+            own, progress = rows[self.ranks.rows_of_batches(len(rows), self.eval_batch_size)], shows_progress()
+            found = embed(
+                formatted, self.batches(own), device=self.device, progress=progress, count=len(own), describe=describe
+            )
+            return self.ranks.all_embeddings(found, len(rows), self.eval_batch_size)
 
         queries = embedded(part.query, "queries")
         return queries, None if part.gallery is None else embedded(part.gallery, "gallery")
@@ -88,12 +93,16 @@ class Setup:
         self, part: RetrievalSet, spec: EvaluationSpec | None = None
     ) -> tuple[EmbeddingSet, EmbeddingSet | None, Evaluation]:
         """Queries, gallery and their scores in a test: with a ``rerank``, rows have cells and lists are reranked."""
+        queries, gallery = self.embed_test(part)
+        return queries, gallery, self.score(queries, gallery, spec, self.rerank)
+
+    def embed_test(self, part: RetrievalSet) -> tuple[EmbeddingSet, EmbeddingSet | None]:
+        """``embed``, with cells where a ``rerank`` needs them."""
         rows_of = None
         if self.rerank is not None:
             model: Any = self.model  # which has cells: ``build_rerank`` has asked
             rows_of = functools.partial(model.rows_with_cells, grid_size=int(self.rerank.grid_size))
-        queries, gallery = self.embed(part, rows_of)
-        return queries, gallery, self.score(queries, gallery, spec, self.rerank)
+        return self.embed(part, rows_of)
 
     def score(
         self, queries: EmbeddingSet, gallery: EmbeddingSet | None, spec: EvaluationSpec | None = None,
@@ -114,7 +123,9 @@ class Setup:
         kept = [s.name for s in self.spec.scores if s.metric.is_of_queries or s.name == self.settings.monitor]
         queries, gallery = self.embed(self.data.split.val)
         watch(queries, gallery)
-        return self.score(queries, gallery, self.spec.replaced(metrics=tuple(kept))).scores
+        scored = self.ranks.is_first
+        scores = self.score(queries, gallery, self.spec.replaced(metrics=tuple(kept))).scores if scored else {}
+        return self.ranks.same(scores)
 
     def nearest_picture(self, queries: EmbeddingSet, gallery: EmbeddingSet | None) -> NDArray[np.uint8]:
         """A few queries of the sets and the images nearest to them, as evaluation sees them: [H, W, 3]."""

@@ -38,7 +38,10 @@ NOT_PART_OF_RUN_HASH = (
 )
 
 # Keys that were added later count only where they differ from these values: runs made before keep their hashes.
-_ADDED = {"fit.ema": None, "loss.simix": False, "optim.layer_decay": None, "tuning": None}
+_ADDED = {
+    "fit.ema": None, "fit.processes": 1, "fit.sync_batch_norm": False, "loss.simix": False, "optim.layer_decay": None,
+    "tuning": None,
+}  # fmt: skip
 
 # Scores are computed from stored embeddings on demand, so only settings that select the weights count.
 _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")

@@ -24,9 +24,9 @@ from dmlbench.config import read_config
 from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, per_query_table, to_csv
-from dmlbench.experiment import Experiment
+from dmlbench.experiment import Experiment, Setup
 from dmlbench.identity import directory_of, is_complete, run_sha256
-from dmlbench.models.net import MetricModel
+from dmlbench.ranks import PeerEnded, Ranks, joined_ranks
 from dmlbench.results import store
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, OnValidation, fit
@@ -87,10 +87,22 @@ def run(cfg: DictConfig, on_validation: OnValidation | None = None) -> Path:
         Preempted: stopped by a signal; the same command resumes.
     """
     check(cfg)
-    device = runtime.select_device(cfg.device)
     run_dir = directory_of(cfg)
     store.make_directory(run_dir)
+    with joined_ranks(cfg.fit.processes, runtime.select_device(cfg.device)) as (ranks, device):
+        if ranks.is_first:
+            _run_unless_complete(cfg, run_dir, device, ranks, on_validation)
+        elif ranks.same(False):
+            with StopSignal().installed() as stop:
+                _train_and_test(cfg, run_dir, device, ranks, stop, None)
+    return run_dir
+
+
+def _run_unless_complete(
+    cfg: DictConfig, run_dir: Path, device: torch.device, ranks: Ranks, on_validation: OnValidation | None
+) -> None:
     if _is_complete(cfg, run_dir):
+        ranks.same(False)
         log.info("%s is complete: nothing to do", run_dir)
         stored = read_config(run_dir / store.CONFIG)
         if late := (cfg.logger or {}).keys() - (stored.get("logger") or {}).keys():
@@ -103,31 +115,36 @@ def run(cfg: DictConfig, on_validation: OnValidation | None = None) -> Path:
         _tidy(run_dir, stored["fit"]["keep"])
         if not store.is_locked(run_dir):
             (run_dir / store.LOCK).unlink(missing_ok=True)
-        return run_dir
+        return
     with store.locked(run_dir), StopSignal().installed() as stop:
-        if _is_complete(cfg, run_dir):  # another process may have finished it while this one started
-            return run_dir
-        (run_dir / store.ERROR).unlink(missing_ok=True)
-        try:
-            runtime.set_strict_float32()
-            plan = _plan_for(cfg, run_dir)
-            experiment = make_experiment(cfg, run_dir, device, plan=plan, check=stop.check)
-            with contextlib.ExitStack() as opened:
-                for logger in experiment.loggers:
-                    opened.callback(logger.close)
-                _run(experiment, run_dir, stop, on_validation, _run_without_rerank(cfg, run_dir))
-        except (RunInUse, Pruned):
-            raise
-        except Exception as error:
-            log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
-            with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
-                (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")
-            if isinstance(error, OSError):
-                raise RunError(
-                    f"run {run_dir}: {error}; fix it and start the same command again to continue"
-                ) from error
-            raise
-    return run_dir
+        # Another process may have finished it while this one started.
+        if ranks.same(not _is_complete(cfg, run_dir)):
+            (run_dir / store.ERROR).unlink(missing_ok=True)
+            _train_and_test(cfg, run_dir, device, ranks, stop, on_validation)
+
+
+def _train_and_test(
+    cfg: DictConfig, run_dir: Path, device: torch.device, ranks: Ranks, stop: StopSignal,
+    on_validation: OnValidation | None,
+) -> None:  # fmt: skip
+    """Train and test on this rank, and write the error that ends it."""
+    try:
+        runtime.set_strict_float32()
+        plan = _plan_for(cfg, run_dir)
+        experiment = make_experiment(cfg, run_dir, device, plan=plan, check=stop.check, ranks=ranks)
+        with contextlib.ExitStack() as opened:
+            for logger in experiment.loggers:
+                opened.callback(logger.close)
+            _run(experiment, run_dir, stop, on_validation, _run_without_rerank(cfg, run_dir))
+    except (RunInUse, Pruned, PeerEnded):
+        raise
+    except Exception as error:
+        log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
+        with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
+            (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")
+        if isinstance(error, OSError):
+            raise RunError(f"run {run_dir}: {error}; fix it and start the same command again to continue") from error
+        raise
 
 
 def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
@@ -166,13 +183,14 @@ def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
     return found if _is_complete(plain, found) and (found / BEST).exists() else None
 
 
-def _copy_training(trained: Path, run_dir: Path, model: MetricModel) -> FitResult:
+def _copy_training(trained: Path, run_dir: Path, setup: Setup) -> FitResult:
     """Copy weights and history of a complete run; the result has no training time of its own."""
     result = store.read_result(trained)
     store.require_own_files(trained, result, (BEST,))
     for path in filter(Path.exists, (trained / HISTORY, trained / BEST)):
-        runtime.atomic_write(run_dir / path.name, path.read_bytes())
-    model.load_state_dict(load_checkpoint(run_dir / BEST)["model"])
+        if setup.ranks.is_first:
+            runtime.atomic_write(run_dir / path.name, path.read_bytes())
+    setup.model.load_state_dict(load_checkpoint(trained / BEST)["model"])
     log.info("%s takes the weights of %s, which differs in the ranking of its test alone", run_dir, trained)
     return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
 
@@ -187,7 +205,8 @@ def _run(
         log.info(found, plan.epochs, settings.max_steps, len(plan.changes))
     rates = (group["lr"] for group in experiment.optimizer.param_groups)
     first_rate = next((rate for rate in rates if rate > 0), 0.0)
-    runtime.atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
+    if setup.ranks.is_first:
+        runtime.atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
     images, classes = len(data.split.train), int(data.class_index.max()) + 1
     log.info("%s on %s: %d training images of %d classes", run_dir, device, images, classes)
     if notes := data.table.notes:
@@ -204,7 +223,7 @@ def _run(
 
     try:
         if trained is not None:
-            progress = _copy_training(trained, run_dir, model)
+            progress = _copy_training(trained, run_dir, setup)
             for logger in experiment.loggers:
                 logger.start(progress.step)
         else:
@@ -214,7 +233,7 @@ def _run(
                 model, experiment.objective, experiment.batches, validate if data.split.val else None,
                 experiment.optimizer, settings, run_dir, device=device, schedule=experiment.schedule,
                 loggers=experiment.loggers, picture=drawn.pop, stop=stop, data_fingerprint=data.table.fingerprint,
-                on_validation=on_validation,
+                on_validation=on_validation, ranks=setup.ranks,
             )  # fmt: skip
     finally:
         experiment.batches.close()
@@ -222,6 +241,13 @@ def _run(
     if progress.step and not model.started:
         log.warning("prototypes were never initialized: lower pooling.memory_rows or start_step, or train longer")
 
+    is_test = data.split.test is not None and data.split.val_is_test and setup.rerank is None
+    if not setup.ranks.is_first:  # which embed their part of what rank 0 scores
+        if data.split.test is not None:
+            setup.embed_test(data.split.test)
+        if data.split.val is not None and not is_test:
+            setup.validate()
+        return
     started = time.monotonic()
     scores: dict[str, Any] = {}
     test = None
@@ -233,7 +259,6 @@ def _run(
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
     if data.split.val is not None:
-        is_test = test is not None and data.split.val_is_test and setup.rerank is None
         scores["val"] = test.scores if test is not None and is_test else setup.validate()
     if experiment.protocol.leaves_plan:
         plan = plan_of(

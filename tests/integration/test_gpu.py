@@ -1,5 +1,8 @@
 """What must be the same on a GPU as on a CPU; skipped where torch sees no CUDA device."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -68,6 +71,23 @@ def test_model_on_the_gpu_gives_the_embeddings_of_the_cpu(pooling: str) -> None:
         expected = model(images).embedding
         found = model.cuda()(images.cuda()).embedding.cpu()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_as_one(tmp_path) -> None:
+    overrides = [
+        *("experiment=demo", "hydra.mode=RUN", "pooling=gap", "fold=0", "repeat=0", "backbone.batch_norm=all"),
+        *("fit.max_steps=40", "device=cuda"),
+    ]
+    scores = []
+    for number in (1, 2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={number}"]
+        output_dir = tmp_path / str(number)
+        command = [*launcher, "-m", "dmlbench", "train", *overrides, f"paths.output_dir={output_dir}"]
+        subprocess.run(command, check=True)
+        (result,) = output_dir.rglob("result.json")
+        scores.append(read_result(result.parent)["metrics"]["test"]["map_at_r"])
+    assert abs(scores[0] - scores[1]) < 0.002
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])

@@ -144,7 +144,7 @@ class _MeanOfMap(Pooling):
 
 def test_side_output_without_a_row_per_image_is_refused_by_name() -> None:
     model = SmallModel(_MeanOfMap()).double()
-    with pytest.raises(ConfigError, match=r"'mean' of shape \(6, 4, 4\).*3 images.*forward_batch=null"):
+    with pytest.raises(ConfigError, match=r"'mean': got the shape \(6, 4, 4\).*3 images.*forward_batch=null"):
         _gradients(model, Objective(ProxyNca(4, 4)), _batches(1), forward_batch=3)
     assert _gradients(model, Objective(ProxyNca(4, 4)), _batches(1))
 

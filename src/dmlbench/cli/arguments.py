@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import re
 import types
 import typing
@@ -90,6 +91,11 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
         raise ConfigError("--resolve goes with --cfg only")
     words = tuple(word for word in rest if "=" not in word and not word.startswith("~"))
     return CommandLine(words, (*(argument for argument in rest if argument not in words), *flags), **given)
+
+
+def num_launched() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def for_hydra(name: str, line: CommandLine) -> list[str]:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
     from dmlbench.cli import simple_commands
-    from dmlbench.cli.arguments import parse
+    from dmlbench.cli.arguments import num_launched, parse
     from dmlbench.cli.errors import guarded
     from dmlbench.cli.hydra_command import run_command
     from dmlbench.types import ConfigError, closest
@@ -88,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in _WITH_NETWORKS:
             keep_freed_memory()
         line = parse(name, rest)
+        if num_launched() > 1 and (name != "train" or line.is_sweep):
+            raise ConfigError(f"torchrun: got {name}{' -m' * line.is_sweep}, expected train of one run.")
         if name in _WITH_MODULE:
             importlib.import_module(f"dmlbench.cli.{name}").main(line)
         elif name in _WITH_WORD:
@@ -97,7 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)  # a run that trains has a handler of its own
-    sys.exit(guarded(action))
+    code = guarded(action)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception while Python ends would print a traceback
+    sys.exit(code)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

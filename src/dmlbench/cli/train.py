@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, for_hydra, remove_former_arguments
+from dmlbench.cli.arguments import CommandLine, for_hydra, num_launched, remove_former_arguments
 from dmlbench.cli.errors import explain, root_cause
 from dmlbench.cli.hydra_command import run_command
 from dmlbench.cli.progress import Progress
@@ -77,6 +77,8 @@ def settle_choices(cfg: DictConfig, hydra: Any) -> None:
     choices |= remove_former_arguments(cfg, given, choices, folders)
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
+    if (processes := num_launched()) > 1:
+        OmegaConf.update(cfg, "fit.processes", processes)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
     OmegaConf.update(cfg, "runtime.config_dir", next((str(f) for f in folders if f != config_folder()), None))

@@ -27,11 +27,15 @@ def features_of(x: Tensor) -> dict[str, Tensor]:
     return {"features": x.mean(dim=(2, 3), dtype=dtype), "features_max": x.amax(dim=(2, 3)).to(dtype)}
 
 
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class MetricModel(nn.Module):
     """Images [B, 3, H, W], RGB, uint8 or floating point in [0, 1], to embeddings [B, D] that ``distance`` compares.
 
-    ``forward`` returns float32 and changes no state but batch norm's statistics; in training, ``observe`` is called
-    between the forward pass and the loss.
+    ``forward`` returns float32, or float64 if weights are, and changes no state but batch norm's statistics. In
+    training, ``observe`` is called between the forward pass and the loss.
 
     Attributes:
         distance: of training and evaluation.
@@ -119,10 +123,10 @@ class PooledModel(MetricModel):
     def forward(self, images: Tensor) -> ModelOutput:
         """Embedding, not normalized, and the pooling's side outputs; with ``stored_pooled``, of pooled features."""
         if self.stored_pooled:
-            return ModelOutput(self.projection.finished(self.projection(images.flatten(1)).to(torch.float32)), {})
+            return ModelOutput(self.projection.finished(_at_least_float32(self.projection(images.flatten(1)))), {})
         x = self.last_map(images)
         pooled: Pooled = self.pooling(x, self.projection)
-        embedding = self.projection.finished(pooled.embedding.to(torch.float32))
+        embedding = self.projection.finished(_at_least_float32(pooled.embedding))
         return ModelOutput(embedding, pooled.side | self._sides(x))
 
     def last_map(self, images: Tensor) -> Tensor:
@@ -238,7 +242,7 @@ class LevelsModel(MetricModel):
     def forward(self, images: Tensor) -> ModelOutput:
         maps = self.maps(images)
         output: ModelOutput = self.head(maps, self.pooling)
-        return ModelOutput(output.embedding.to(torch.float32), output.side | self._sides(maps[-1]))
+        return ModelOutput(_at_least_float32(output.embedding), output.side | self._sides(maps[-1]))
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
         """Maps of all levels, low to high."""

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from dmlbench.device_copies import batch_on
 from dmlbench.models.net import MetricModel
+from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import (
     Precision,
     autocast,
@@ -91,6 +92,8 @@ class FitSettings:
     precision: Precision = "float32"  # bf16, fp16: autocast of the network; losses and distances stay float32
     channels_last: bool = False
     compile: bool = False  # of the training's forward passes; changes weights by rounding
+    processes: int = 1  # of torchrun, which sets it; each embeds a part of the batch
+    sync_batch_norm: bool = False  # statistics of the whole batch over the GPUs of several processes
     checkpoint_every: int | None = None  # steps between checkpoints, on top of those at validations
     log_every: int = 10  # steps between logged training losses
     keep: Literal["best", "last", "both", "none"] = "best"  # checkpoints of the complete run
@@ -98,6 +101,7 @@ class FitSettings:
     def __post_init__(self) -> None:
         counts = ("validate_every", "patience", "accumulate", "forward_batch", "checkpoint_every", "log_every")
         numbers = ("max_steps", "warmup_steps", "min_improvement")
+        check_at_least(1, **{"fit.processes": self.processes})
         for least, names in ((0, numbers), (1, counts)):
             given = {name: getattr(self, name) for name in names}
             check_at_least(least, **{f"fit.{name}": value for name, value in given.items() if value is not None})
@@ -163,6 +167,7 @@ def fit(
     data_fingerprint: str = "",
     stop: StopSignal | None = None,
     on_validation: OnValidation | None = None,
+    ranks: Ranks = ONE,
 ) -> FitResult:
     """Train until ``max_steps`` or until the monitored score stops improving, then restore the best weights.
 
@@ -175,6 +180,7 @@ def fit(
         picture: returns an image [H, W, 3] of what ``validate`` has just computed, for the loggers.
         loggers: started here, closed by the caller.
         on_validation: called after each validation's checkpoint but the last; False ends the training by ``Pruned``.
+        ranks: the first one alone writes files. All validate, with the buffers of the first.
 
     Raises:
         Diverged: a loss is not finite.
@@ -200,15 +206,18 @@ def fit(
         parts_of_state["gradient_scaler"] = scaler
         # The scaler may skip the first steps of the optimizer.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-    state = _restore(run_dir, parts_of_state, data_fingerprint)
+    state = _restore(run_dir, parts_of_state, data_fingerprint, ranks)
+    network = [*model.parameters(), *model.buffers(), *objective.parameters(), *objective.buffers()]
+    ranks.copy_from_first(network)
     monitor = _Monitor(
-        run_dir, settings, loggers, device, optimizer, resume_step=state.step, skipped_steps=state.skipped_steps
-    )
+        run_dir if ranks.is_first else None, settings, loggers, device, optimizer, resume_step=state.step,
+        skipped_steps=state.skipped_steps,
+    )  # fmt: skip
     intervals = [n for n in (settings.validate_every, settings.checkpoint_every) if n]
 
     def next_batch() -> Batch:
         batch = batch_on(next(batches), device)
-        monitor.trained_images += len(batch.images)
+        monitor.trained_images += len(batch.labels)
         return batch
 
     forward = _forward(torch.compile(model) if settings.compile else model, settings, device)
@@ -229,6 +238,7 @@ def fit(
                 values = accumulate_gradients(
                     model, objective, next_batch, step=step, forward=forward, keys=keys_of,
                     accumulate=settings.accumulate, forward_batch=settings.forward_batch, scale=scaler.scale,
+                    ranks=ranks,
                 )  # fmt: skip
                 scaler.unscale_(optimizer)
                 with decay_added(optimizer, settings.clip_form):
@@ -257,16 +267,19 @@ def fit(
             elif validate is not None and (step % settings.validate_every == 0 or is_last):
                 is_validated = True
                 with _averaged(parts_of_state):
+                    ranks.copy_from_first(model.buffers())  # each rank's batch norm has seen its own images
                     scores = validate()
                 is_better = state.update(step, scores[settings.monitor], settings)
                 step_schedule(scheduled, score=scores[settings.monitor])
                 monitor.end_validation(state, scores, picture() if loggers and picture else None)
             monitor.write(state)
             state.wall_s = time.monotonic() - started
+            stop.requested = ranks.largest(stop.requested)
             if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
                 monitor.deferred.read()  # a signal may end a step whose losses were not read
                 state.skipped_steps = monitor.deferred.skipped_steps
-                _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
+                if ranks.is_first:
+                    _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
                 if stop.requested:
                     break
                 if on_validation is not None and is_validated and not state.stop_reason:
@@ -279,8 +292,10 @@ def fit(
         raise Pruned(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
-        _save_best(run_dir, state, parts_of_state)
+        if ranks.is_first:
+            _save_best(run_dir, state, parts_of_state)
     elif state.best_step:
+        ranks.largest(0)  # rank 0 has written it
         best = load_checkpoint(run_dir / BEST)
         model.load_state_dict(best["model"])
         objective.load_state_dict(best["objective"])
@@ -314,7 +329,7 @@ class _Monitor:
     """Progress bar, ``history.csv`` and loggers of a training."""
 
     def __init__(
-        self, run_dir: Path, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
+        self, run_dir: Path | None, settings: FitSettings, loggers: Sequence[Logger], device: torch.device,
         optimizer: Optimizer, *, resume_step: int, skipped_steps: int,
     ) -> None:  # fmt: skip
         self.deferred = DeferredMetrics(skipped_steps)
@@ -322,7 +337,7 @@ class _Monitor:
         self._trained_s = 0.0
         self._settings, self._loggers, self._device = settings, loggers, device
         self._group = next((group for group in optimizer.param_groups if group["lr"] > 0), optimizer.param_groups[0])
-        self._history = History(run_dir / HISTORY, resume_step=resume_step)
+        self._history = None if run_dir is None else History(run_dir / HISTORY, resume_step=resume_step)
         self._scalars: dict[str, float] = {}
         self._picture: NDArray[np.uint8] | None = None
         read_every = 1 if device.type == "cpu" else settings.log_every  # on a CPU nothing is waited for
@@ -330,7 +345,11 @@ class _Monitor:
         for logger in loggers:
             logger.start(resume_step)
         self._bar = tqdm(
-            total=settings.max_steps, initial=resume_step, unit="step", disable=not shows_progress(), leave=False
+            total=settings.max_steps,
+            initial=resume_step,
+            unit="step",
+            leave=False,
+            disable=run_dir is None or not shows_progress(),
         )
 
     def end_step(
@@ -361,7 +380,7 @@ class _Monitor:
             rate = self.trained_images / self._trained_s
             measured = {"images_per_s": rate, "peak_memory_bytes": peak_memory_bytes(self._device)}
             self.trained_images, self._trained_s = 0, 0.0
-        if self._scalars:
+        if self._scalars and self._history is not None:
             self._history.log(state.step, self._scalars)
             for logger in self._loggers:
                 logger.log(state.step, self._scalars | measured)
@@ -373,7 +392,8 @@ class _Monitor:
 
     def close(self) -> None:
         self._bar.close()
-        self._history.close()
+        if self._history is not None:
+            self._history.close()
 
 
 def _save(run_dir: Path, state: FitResult, parts: Mapping[str, Any], data_fingerprint: str, *, is_best: bool) -> None:
@@ -398,9 +418,9 @@ def _averaged(parts: Mapping[str, Any]) -> AbstractContextManager[None]:
     return nullcontext() if averaged is None else averaged.in_model()
 
 
-def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> FitResult:
+def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str, ranks: Ranks) -> FitResult:
     """Put every part where ``last.ckpt`` left it; without one, a fresh start."""
-    if not (run_dir / LAST).exists():
+    if not ranks.same((run_dir / LAST).exists()):
         return FitResult()
     saved = load_checkpoint(run_dir / LAST)
     if saved.get("data_fingerprint") != data_fingerprint:
@@ -420,7 +440,8 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str) -> 
             f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run again"
         ) from error
     if state.best_step == state.step:  # the process may have died before it wrote best.ckpt
-        _save_best(run_dir, state, parts)
+        if ranks.is_first:
+            _save_best(run_dir, state, parts)
     elif state.best_step and not (run_dir / BEST).exists():
         raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
     log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)

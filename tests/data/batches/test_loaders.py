@@ -132,6 +132,27 @@ def test_second_views_are_other_draws_of_the_same_images_and_change_no_first_one
                 assert any(np.array_equal(view[0].numpy(), box) for box in boxes)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_parts_of_a_batch_have_its_images_and_all_labels(num_workers: int, tmp_path: Path) -> None:
+    table = file_table(tmp_path)
+    whole = list(islice(batches_of(table, small_crops(), second_views=True), 4))
+    sources = [
+        batches_of(table, small_crops(), num_workers=num_workers, second_views=True, part=(i, 3)) for i in range(3)
+    ]
+    for batch in whole:
+        parts = [next(source) for source in sources]
+        for name in ("images", "second_views"):
+            assert [len(getattr(part, name)) for part in parts] == [2, 2, 2]
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+        for part in parts:
+            assert torch.equal(part.labels, batch.labels)
+            assert torch.equal(part.ids, batch.ids)
+    for source in sources:
+        source.close()
+    with pytest.raises(ConfigError, match=r"batches of 6 images, expected a multiple of 4 processes"):
+        next(batches_of(table, small_crops(), part=(0, 4)))
+
+
 def test_the_same_image_differs_between_epochs_and_seeds(tmp_path: Path) -> None:
     table = file_table(tmp_path)
     one, other = (next(batches_of(table, small_crops(), seed=seed)) for seed in (0, 1))

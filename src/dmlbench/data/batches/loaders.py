@@ -43,6 +43,7 @@ class TrainBatches:
         class_index: [table.num_classes] training class of each label, -1 for others; see ``protocols.class_index``.
         num_workers: processes that read ahead; 0 reads in this one, None chooses. Ignored for tensors.
         second_views: whether batches have each image once more, transformed by its own draws.
+        part: (i, n) reads the images of the i-th of n equal parts of each batch. Labels and ids are the whole batch's.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TrainBatches:
         device: torch.device | str = "cpu",
         num_workers: int | None = 0,
         second_views: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         if second_views and not transform.is_random:
             raise ConfigError(
@@ -82,6 +84,7 @@ class TrainBatches:
         self._reader = _Reader(images, transform)
         self._draws = ("image", "second view") if second_views else ("image",)
         self._seed = seed
+        self._part = part
         self._stream: Iterator[_Read] | None = None
         self._state = sampler.state_dict()
 
@@ -106,9 +109,16 @@ class TrainBatches:
         return batch
 
     def _request(self, index: IndexBatch) -> "_Request":
-        positions = range(len(index.rows))
+        number, count = self._part
+        if len(index.rows) % count:
+            raise ConfigError(
+                f"sampler: got batches of {len(index.rows)} images, expected a multiple of {count} processes."
+            )
+        size = len(index.rows) // count
+        positions = range(number * size, (number + 1) * size)
         seeds = [derive_seed(self._seed, draw, index.epoch, index.index, i) for draw in self._draws for i in positions]
-        return _Request(np.tile(self._rows[index.rows], len(self._draws)), seeds, index)
+        own = self._rows[index.rows[positions.start : positions.stop]]
+        return _Request(np.tile(own, len(self._draws)), seeds, index, self._rows[index.rows], len(self._draws))
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state after the last returned batch, whatever was read ahead."""
@@ -171,11 +181,13 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class _Request:
-    """Table rows [B] to read ([2 B] with second views), a seed for each, and the sampler's batch they come from."""
+    """Table rows to read ([P], of all views one after the other), a seed for each, and the whole batch they are of."""
 
     rows: IntArray
     seeds: Sequence[int]
     index: IndexBatch | None = None
+    batch: IntArray | None = None  # [B] table rows; None: those that are read
+    views: int = 1
 
 
 # The request with its images [B, 3, H, W] and which of them to mirror, or an error: as a value, because the loader
@@ -223,15 +235,15 @@ def _batch(read: _Read, classes: IntArray, device: torch.device) -> tuple[_Reque
     if isinstance(read, DmlbenchError):
         raise read
     request, images, flip = read
-    rows = request.rows if request.index is None else request.rows[: len(request.index.rows)]
+    rows = request.rows if request.batch is None else request.batch
 
     def make() -> Batch:
         on_device = to_device(images, device)
         if bool(flip.any()):
             chosen = to_device(flip.nonzero()[:, 0], device)
             on_device[chosen] = on_device[chosen].flip(-1)
-        views = on_device.split(len(rows))  # the second half are second views, where there are some
-        return Batch(views[0], torch.from_numpy(classes[rows]), torch.from_numpy(rows), *views[1:])
+        first, *second = on_device.chunk(request.views)
+        return Batch(first, torch.from_numpy(classes[rows]), torch.from_numpy(rows), *second)
 
     return request, ahead_of_computing(device, make)
 

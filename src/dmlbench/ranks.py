@@ -1,0 +1,183 @@
+"""One run over the processes (ranks) of torchrun: each embeds a part of the batch, all take the loss of the whole."""
+
+import contextlib
+import datetime
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dmlbench.runtime import derive_seed
+from dmlbench.types import ConfigError, EmbeddingSet, RunError
+
+_T = TypeVar("_T")
+_LONGEST_WAIT = datetime.timedelta(hours=6)
+"""For rank 0 to score a validation. The end of a process breaks its connections, for which nothing waits this long."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run. With one process nothing is copied and every method returns its argument.
+
+    Random states, losses, memories and optimizers are the same on all ranks; images and the graph of the network are
+    each rank's part. Rank 0 alone writes files and scores.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def same(self, value: _T) -> _T:
+        """Rank 0's value of a Python object."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with _peers():
+            dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers; no rank waits for its device."""
+        if self.size == 1:
+            return number
+        found = torch.tensor(number)
+        with _peers():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """Rows [size * P, ...] of all ranks, from P rows each, without a graph."""
+        if self.size == 1:
+            return part
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        with _peers():
+            dist.all_gather(parts, part)
+        return torch.cat(parts)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's rows of ``gathered``."""
+        return whole.tensor_split(self.size)[self.rank]
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors by rank 0's."""
+        if self.size > 1:
+            with _peers(), torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up the gradients of all ranks, which have gradients of the same parameters."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self.size == 1 or not gradients:
+            return
+        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in alike])
+            with _peers():
+                dist.all_reduce(flat)
+            for gradient, summed in zip(alike, flat.split([gradient.numel() for gradient in alike]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    @contextlib.contextmanager
+    def first_only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Gradients of the block, which are the same on all ranks, count once: other ranks have zeros."""
+        before = [p.grad for p in parameters]
+        if not self.is_first:
+            for p in parameters:
+                p.grad = None
+        yield
+        if not self.is_first:
+            for p, gradient in zip(parameters, before, strict=True):
+                p.grad = gradient if gradient is not None or p.grad is None else torch.zeros_like(p)
+
+    @contextlib.contextmanager
+    def own_draws(self, number: int, device: torch.device) -> Iterator[None]:
+        """Random numbers of the block differ between ranks; afterwards all ranks are in the same state again."""
+        if self.size == 1:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(derive_seed("rank", self.rank, number, torch.initial_seed()))
+            yield
+
+    def rows_of_batches(self, count: int, batch_size: int) -> slice:
+        """This rank's rows of an evaluation: whole batches, so that embeddings have the bits of one process."""
+        batches = -(-count // batch_size)
+        if batches < self.size:
+            return slice(0, count)  # every rank embeds all
+        return slice(*(min(count, batches * r // self.size * batch_size) for r in (self.rank, self.rank + 1)))
+
+    def all_embeddings(self, own: EmbeddingSet, count: int, batch_size: int) -> EmbeddingSet:
+        """The embeddings of ``rows_of_batches`` of all ranks, in order."""
+        if self.size == 1 or len(own) == count:
+            return own
+        found = []
+        for part in (own.rows, own.labels, own.ids):
+            whole = torch.empty(count, *part.shape[1:], dtype=part.dtype)
+            for rank in range(self.size):
+                rows = whole[Ranks(rank, self.size).rows_of_batches(count, batch_size)]
+                if rank == self.rank:
+                    rows.copy_(part)
+                with _peers():
+                    dist.broadcast(rows, src=rank)
+            found.append(whole)
+        return EmbeddingSet(*found)
+
+
+ONE = Ranks()
+
+
+class PeerEnded(RunError):
+    """Another process of the run ended, and says why."""
+
+
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if any(word in str(error).lower() for word in ("connection", "peer", "nccl", "socket")):
+            raise PeerEnded(
+                "Another process of this run ended. Start the same torchrun command again: the run resumes."
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def joined_ranks(processes: int, device: torch.device) -> Iterator[tuple[Ranks, torch.device]]:
+    """Join the processes of torchrun; yields them and this rank's device.
+
+    Raises:
+        ConfigError: unless torchrun started ``processes``.
+    """
+    if (launched := int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1) != processes:
+        raise ConfigError(
+            f"fit.processes: got {processes}, but {launched} run. Start them by torchrun --nproc_per_node={processes}."
+        )
+    if processes == 1:
+        yield Ranks(), device
+        return
+    backend = "gloo"
+    if device.type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ConfigError(f"torchrun: got {local + 1} or more processes, expected at most {count}, one per GPU.")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=_LONGEST_WAIT)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    if not ranks.is_first:
+        logging.getLogger("dmlbench").setLevel(logging.ERROR)
+    yield ranks, device
+    dist.destroy_process_group()  # after an error the process ends, which others notice
