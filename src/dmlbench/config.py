@@ -174,7 +174,7 @@ _NULL_TYPES: dict[str, Any] = {
 _OTHER_TYPES: dict[str, Any] = {
     "oodml_few_shot.shots": Any,
     "oodml_few_shot.weight_decay": float | None,
-    **dict.fromkeys(("tune.space", "study_untrained_poolings.known"), dict[str, Any]),
+    **dict.fromkeys(("evaluate.fail_below", "tune.space", "study_untrained_poolings.known"), dict[str, Any]),
     **{f"study_{name}.train": Any for name in ("xml_prototypes", "zero_shot_prediction", "gsp_mu", "gsp_m_eps")},
 }
 _MORE_KEYS: dict[str, list[tuple[str, Any, Any]]] = {

@@ -46,6 +46,22 @@ def test_scores_counts_and_settings_are_printed_and_written(tmp_path: Path, caps
     assert f"  id {hardest} of class {labels[hardest]}  <- " in out
 
 
+def test_scores_below_their_limits_are_named_after_all_files_are_written(tmp_path: Path) -> None:
+    rows, labels = write(tmp_path)
+    scores = evaluate_arrays(rows, labels).scores
+    given = [f"embeddings={tmp_path}/x.npz", f"output={tmp_path}/scores.json"]
+    met = f"++fail_below={{p_at_1:{scores['p_at_1']!r},map_at_r:0}}"
+    simple_commands.evaluate(arguments("evaluate", *given, met))
+    (tmp_path / "scores.json").unlink()
+    with pytest.raises(RunError) as failed:
+        simple_commands.evaluate(arguments("evaluate", *given, "++fail_below={map_at_r:1,recall_at_4:0.99,p_at_1:0}"))
+    assert str(failed.value) == (
+        f"map_at_r: got {scores['map_at_r']:.6f}, expected at least 1. "
+        f"recall_at_4: got {scores['recall_at_4']:.6f}, expected at least 0.99."
+    )
+    assert json.loads((tmp_path / "scores.json").read_text())["scores"] == scores
+
+
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     for overrides, error, message in (
@@ -53,6 +69,21 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (["run=a", "labels=b"], ConfigError, "labels=b belongs to embeddings"),
         ([f"embeddings={tmp_path}/x.npz", "output=none/x.json"], RunError, "no folder none"),
         ([f"embeddings={tmp_path}/x.npz", f"output={tmp_path}/x.npz"], ConfigError, "named twice"),
+        (
+            ["embeddings=unread.npz", "++fail_below={map:0.2}"],
+            ConfigError,
+            "fail_below: got map, expected of p_at_1, rec",
+        ),
+        (
+            ["embeddings=unread.npz", "++fail_below={map_at_r:20}"],
+            ConfigError,
+            "got 20, expected a fraction",
+        ),
+        (
+            ["embeddings=unread.npz", "metrics=[intra_class_distance]", "++fail_below={intra_class_distance:0.2}"],
+            ConfigError,
+            "got intra_class_distance",
+        ),
         (["embeddings=unread.npz", "hardest=0"], ConfigError, r"hardest \(0\) must be at least 1"),
         (["embeddings=unread.npz", "hardest=2", "evaluation.metrics=[nmi]"], ConfigError, "it has none; add map_at_r"),
     ):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from composed import arguments, composed
+from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
@@ -400,7 +401,10 @@ def test_the_card_says_scores_selection_data_and_licences(of_letters, of_photos,
     assert result["dataset_fingerprint"] in card and "license: unknown" in card and "drawn by dmlbench" in card
     export_run(of_photos, tmp_path / "b", formats=[], license="cc-by-4.0")
     card = (tmp_path / "b" / "README.md").read_text()
-    assert "license: cc-by-4.0" in card and "short side to 40 pixels (bilinear with antialiasing (Pillow))" in card
+    header = ModelCard(card).data.to_dict()  # as the Hugging Face Hub reads it
+    assert (header["license"], header["library_name"]) == ("cc-by-4.0", "dmlbench")
+    assert header["pipeline_tag"] == "image-feature-extraction"
+    assert "short side to 40 pixels (bilinear with antialiasing (Pillow))" in card
 
 
 def test_graphs_that_compute_something_else_are_refused_by_name(of_letters, monkeypatch) -> None:

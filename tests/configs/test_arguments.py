@@ -49,6 +49,12 @@ def test_a_mistake_is_one_line_before_data_is_read(command, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_users_name_the_entries_of_mappings() -> None:
+    assert hydra_takes("evaluate", "fail_below={map_at_r: 0.2}") == ["++fail_below={map_at_r: 0.2}"]
+    composed = compose("tune", hydra_takes("tune", "demo", "space.optim.beta={low: 1e-6, high: 1e-2}", "name=a"))
+    assert composed.space["optim"]["beta"] == {"low": 1e-6, "high": 1e-2}
+
+
 def test_options_stand_anywhere_and_several_regularizers_compose(tmp_path: Path) -> None:
     line = parse("train", ["a=1", "-m", "--config-dir", str(tmp_path), "b=2", "--cfg=job", "~c"])
     assert (line.is_sweep, line.cfg, line.config_dir, line.overrides) == (True, "job", tmp_path, ("a=1", "b=2", "~c"))

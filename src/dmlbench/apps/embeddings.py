@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,22 @@ def _check_request(args: Any) -> None:
     if args.hardest is not None:
         spec: EvaluationSpec = component(args.evaluation)
         check_hardest(args.hardest, args.hardest_by, score_names(of_queries(spec.scores)))
+    if args.fail_below:
+        spec = component(args.evaluation)
+        known = score_names(score for score in spec.scores if score.metric.better == "higher")
+        for name, least in args.fail_below.items():
+            if name not in known:
+                raise ConfigError(f"fail_below: got {name}, expected of {', '.join(known)}. Set metrics= for others.")
+            if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
+                raise ConfigError(f"fail_below.{name}: got {least}, expected a fraction from 0 to 1.")
+
+
+def require_scores(scores: Mapping[str, float], least: Mapping[str, float]) -> None:
+    """Raise RunError that names every score below its lowest accepted value."""
+    short = [f"{name}: got {scores[name]:.6f}, expected at least {value}." for name, value in least.items()
+             if scores[name] < value]  # fmt: skip
+    if short:
+        raise RunError(" ".join(short))
 
 
 def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:

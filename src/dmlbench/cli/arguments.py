@@ -115,6 +115,8 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
         keys = {}
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
+    free = {key for key, annotation in keys.items() if annotation == dict[str, Any]}  # whose entries users name
+    given = [f"++{a}" if key_of(a).partition(".")[0] in free and a[0] not in "+~" else a for a in given]
     given = _with_new_arguments(given)
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given

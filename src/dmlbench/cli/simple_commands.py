@@ -62,7 +62,7 @@ _STUDY_FUNCTIONS = {
 
 
 def evaluate(args: Any) -> None:
-    from dmlbench.apps.embeddings import evaluate_from
+    from dmlbench.apps.embeddings import evaluate_from, require_scores
 
     result = evaluate_from(args)
     evaluation = result.evaluation
@@ -81,6 +81,7 @@ def evaluate(args: Any) -> None:
     for path in (args.output, args.per_query, args.per_class):
         if path is not None:
             print(f"written: {path}")
+    require_scores(evaluation.scores, args.fail_below or {})
 
 
 def _print_hardest(args: Any, result: "Evaluated") -> None:
