@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,3 +151,34 @@ def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, mon
         runtime.atomic_write(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_each_process_takes_a_free_gpu_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    take = (
+        "import tempfile, torch; from dmlbench import runtime; torch.cuda.device_count = lambda: 2; "
+        "torch.cuda.get_device_properties = lambda number: None; "
+        "print(runtime.select_device('free'), runtime.select_device('free'), flush=True); input()"
+    )
+
+    def start() -> subprocess.Popen[str]:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", take], text=True, **pipes)
+
+    first = start()
+    assert first.stdout.readline() == "cuda:0 cuda:0\n"
+    second = start()
+    assert second.stdout.readline() == "cuda:1 cuda:1\n"
+    assert "other processes have all 2 GPUs. Start at most 2 at once." in start().communicate()[1]
+    first.kill()
+    first.communicate()
+    third = start()
+    assert third.stdout.readline() == "cuda:0 cuda:0\n"
+    for process in (second, third):
+        process.communicate("\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_free_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="torch sees no CUDA device. Use device=cpu"):
+        runtime.select_device("free")

@@ -99,20 +99,39 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def select_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device where there is one, else the CPU."""
+    """``auto`` is the first CUDA device where there is one, else the CPU; ``free`` is one that no other process took."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "free":
+        return _free_gpu()[0]
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device '{name}' is unknown; use auto, cpu or cuda[:N]") from error
+        raise ConfigError(f"device '{name}' is unknown; use auto, free, cpu or cuda[:N]") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}' is not supported; use auto, cpu or cuda[:N]")
+        raise ConfigError(f"device '{name}' is not supported; use auto, free, cpu or cuda[:N]")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu"
         )
     return device
+
+
+@functools.cache
+def _free_gpu() -> tuple[torch.device, IO[bytes]]:
+    """The first GPU without the lock of another process, and our lock on it, which lasts until this process ends."""
+    for number in range(torch.cuda.device_count()):
+        uuid_of_gpu = getattr(torch.cuda.get_device_properties(number), "uuid", number)
+        lock = Path(tempfile.gettempdir(), f"dmlbench-{os.getuid()}-gpu-{uuid_of_gpu}.lock").open("ab")
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return torch.device("cuda", number), lock
+        lock.close()
+    count = torch.cuda.device_count()
+    raise ConfigError(
+        f"device: got free, but other processes have all {count} GPUs. Start at most {count} at once."
+        if count else "device: got free, but torch sees no CUDA device. Use device=cpu."
+    )  # fmt: skip
 
 
 def available_cores() -> int:
