@@ -180,5 +180,5 @@ def test_each_process_takes_a_free_gpu_and_keeps_it(tmp_path: Path, monkeypatch:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_free_where_there_is_none() -> None:
-    with pytest.raises(ConfigError, match="torch sees no CUDA device. Use device=cpu"):
+    with pytest.raises(ConfigError, match=r"torch sees no CUDA device\. Use device=cpu"):
         runtime.select_device("free")

@@ -99,7 +99,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def select_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device where there is one, else the CPU; ``free`` is one that no other process took."""
+    """``auto`` is the first CUDA device where there is one, else the CPU; ``free`` one that no process has."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "free":
@@ -122,7 +122,8 @@ def _free_gpu() -> tuple[torch.device, IO[bytes]]:
     """The first GPU without the lock of another process, and our lock on it, which lasts until this process ends."""
     for number in range(torch.cuda.device_count()):
         uuid_of_gpu = getattr(torch.cuda.get_device_properties(number), "uuid", number)
-        lock = Path(tempfile.gettempdir(), f"dmlbench-{os.getuid()}-gpu-{uuid_of_gpu}.lock").open("ab")
+        path = Path(tempfile.gettempdir(), f"dmlbench-{os.getuid()}-gpu-{uuid_of_gpu}.lock")
+        lock = path.open("ab")  # stays open while the process has the GPU
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return torch.device("cuda", number), lock
