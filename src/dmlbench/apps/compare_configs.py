@@ -11,6 +11,7 @@ import pandas as pd
 
 from dmlbench.apps.loading import distance_of_run
 from dmlbench.config import config_folder, read_config
+from dmlbench.data.preparation.catalog import title_of
 from dmlbench.evaluation.metrics.registry import in_table_order, score_named, scores_of
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.external_files import load_yaml
@@ -189,7 +190,7 @@ def build_tables(
     for (dataset, protocol), configs in grouped.items():
         summaries, labels = [config.summary for config in configs], [config.label for config in configs]
         settings = [config.settings for config in configs]
-        title = f"{dataset} under {protocol}"
+        title = f"{title_of(dataset)} under {protocol}"
         tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, settings, configs[0].shared)
     return tables
 

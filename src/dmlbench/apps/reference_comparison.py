@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dmlbench.apps.compare_configs import ConfigSummary
 from dmlbench.apps.pictures import COLORS, plt
+from dmlbench.data.preparation.catalog import title_of
 from dmlbench.evaluation.metrics.registry import Score, score_named
 from dmlbench.results.class_bootstrap import class_bootstrap
 from dmlbench.results.collections import PairedDifference, confidence_interval, holm, paired_difference
@@ -185,7 +186,7 @@ def score_figure(tables: Mapping[str, Sequence[ConfigSummary]], references: Sequ
         for reference, style in zip(references, ("-", "--", ":"), strict=False):
             axis.axvline(means[reference], color="#999999", linestyle=style, linewidth=0.8, zorder=0)
         axis.set_yticks(range(len(ordered)), [config.label for config in ordered], fontsize=7)
-        axis.set_title(name, fontsize=9)
+        axis.set_title(title_of(name), fontsize=9)
         axis.set_xlabel(f"{score.label} (%)", fontsize=8)
         axis.tick_params(axis="x", labelsize=7)
         axis.margins(y=0.02)

@@ -27,6 +27,7 @@ from dmlbench.cli.preflight import Settings, check_runs, composer, print_plan, p
 from dmlbench.cli.progress import Progress
 from dmlbench.cli.reproduce import Table
 from dmlbench.config import config_folder, key_of, schema_of
+from dmlbench.data.preparation.catalog import title_of
 from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import PlannedConfig
@@ -165,16 +166,16 @@ def _print_references(
         if len(configs) > 2 and set(references) <= {config.label for config in configs}
     }  # fmt: skip
     for dataset in complete.keys() - whole.keys():
-        print(f"{dataset}: differences need all runs of {', '.join(references)}, and of one more row")
+        print(f"{title_of(dataset)}: differences need all runs of {', '.join(references)}, and of one more row")
     if not whole:
         return
     sentences = []
     for dataset, configs in whole.items():
         for metric, found in compared.differences_of(configs, references, args.metrics).items():
-            title = f"{dataset}, {score_named(metric).label}: differences"
+            title = f"{title_of(dataset)}, {score_named(metric).label}: differences"
             made = compared.reference_table(title, configs, found, metric)
             made.publish(base.with_name(f"{base.name}-{dataset}-{metric}-differences"))
-            sentences += [f"{dataset}, {sentence}" for sentence in compared.conclusions(found, metric)]
+            sentences += [f"{title_of(dataset)}, {sentence}" for sentence in compared.conclusions(found, metric)]
     print("\n".join(sentences))
     metric = args.metrics[-1]
     save_figure(compared.score_figure(whole, references, metric), base.with_suffix(".png"))

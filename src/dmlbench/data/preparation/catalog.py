@@ -7,3 +7,8 @@ _FOLDERS = (
     *(cifar.FOLDER_10, cifar.FOLDER_100, omniglot.FOLDER, tiny_imagenet.FOLDER),
 )
 SOURCES = {folder.name: folder for folder in _FOLDERS}
+
+
+def title_of(name: str) -> str:
+    """The published name of a data set, such as CUB-200-2011; of others the name itself."""
+    return SOURCES[name].title if name in SOURCES else name
