@@ -21,7 +21,7 @@ BENCHMARKS = {  # images, classes
 
 
 def test_every_data_set_with_files_of_its_own_is_known(repository: Path) -> None:
-    embedded = {"folder", "glyphs", "glyphs_collage"}
+    embedded = {"folder", "hf", "glyphs", "glyphs_collage"}
     of_cifar100 = {"cifar100_collage", "cifar100_collage_distilled", "cifar100_training_classes"}
     configured = {path.stem for path in (repository / "conf" / "dataset").glob("*.yaml")}
     assert set(SOURCES) == configured - embedded - of_cifar100

@@ -19,7 +19,7 @@ from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, 
 
 _SPLIT_FOLDERS = {"train", "test", "val", "valid", "validation"}
 PART_FOLDERS = {*ROLES, *_SPLIT_FOLDERS}
-_ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
+ROLE_FOLDERS = ({"train", "test"}, {"train", "query", "gallery"})
 _COLUMNS = {"path", "label", "role", "super_label"}
 _NEEDED = {"path", "label"}
 _COMMENT = re.compile(r"(^|\s)#.*")
@@ -132,7 +132,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
         found_roles = set(roles.values())
         classes = [{image.split("/")[0] for image in images} for images in tops.values()]
         is_split = len(tops) > 1 and found_roles <= _SPLIT_FOLDERS and all(own == classes[0] for own in classes)
-        is_known = merge or is_split or (found_roles in _ROLE_FOLDERS and len(found_roles) == len(tops))
+        is_known = merge or is_split or (found_roles in ROLE_FOLDERS and len(found_roles) == len(tops))
         is_known &= all("/" in image for images in tops.values() for image in images)
     else:
         is_known = len(tops) > 1 and not any("/" in image for top in roles for image in tops[top])
