@@ -291,7 +291,7 @@ def warn_at_chance(test: Evaluation) -> None:
     score = test.scores.get("p_at_1")
     if score is not None and score <= mean + 2 * std:
         log.warning(
-            "test P@1 is not above chance: got %.2f %%, random rankings have %.2f %%. "
+            "test P@1 is within two standard deviations of chance: got %.2f %%, random rankings have %.2f %%. "
             "Set another optim.lr, or train for more steps.",
             100 * score, 100 * mean,
         )  # fmt: skip

@@ -231,6 +231,7 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) ->
     import difflib
 
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    most = min(most, _NAMES_IN_ERRORS) if near else most
     listing = ", ".join(sorted(known)[:most])
     if len(known) > most:
         listing += f" and {len(known) - most:,} more"

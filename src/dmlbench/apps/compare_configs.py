@@ -109,7 +109,8 @@ def find_configs(
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
         raise RunError(
-            f"no config that matches '{pattern}' is complete and readable: {incomplete}; `dmlbench status` lists them"
+            f"no config that matches '{pattern}' is complete and readable: {incomplete}; `dmlbench status` lists them, "
+            "allow_partial=true takes configs with missing runs"
         )
     return named_configs(grouped)
 

@@ -116,7 +116,8 @@ def _report_sweep(failed: SweepFailed) -> int:
         message, code = described or (f"{type(error).__name__}: {error}", EXIT_FAILED)
         codes.add(code)
         print(f"dmlbench: {name}: {message}", file=sys.stderr)
-    return _report(f"{failed}; start the same command again to run these alone", min(codes))
+    remedy = "correct them" if codes == {EXIT_BAD_CONFIGURATION} else "start the same command again to run these alone"
+    return _report(f"{failed}; {remedy}", min(codes))
 
 
 def explain(error: Exception) -> str:

@@ -110,7 +110,7 @@ def evaluate(
 def table(
     configs: str = "**",
     *,
-    output_dir: str | os.PathLike[str] = "outputs",
+    output_dir: str | os.PathLike[str] | None = None,
     metrics: Sequence[str] = ("p_at_1", "map_at_r"),
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     allow_partial: bool = False,
@@ -120,6 +120,7 @@ def table(
 
     Args:
         configs: pattern of ``<data set>/<protocol>/<config>``.
+        output_dir: folder of the runs; None: ``DMLBENCH_OUTPUT``, else ``outputs``, as for ``run``.
         metrics: scores to show; what the runs lack is computed and kept.
         recall_at: K of metrics that take one.
         allow_partial: also configs of which runs are missing.
@@ -131,7 +132,8 @@ def table(
         say what the scores are not: partial, selected on the test set, imported.
     """
     add_module_folder(config_dir)
-    spec, root = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)), str(output_dir)
+    spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))
+    root = compose("table", []).paths.output_dir if output_dir is None else str(output_dir)
     for runs in runs_by_config(find_runs(root, configs)).values():
         if any(each.state == "done" for each in runs):
             aggregate_config(runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=False)

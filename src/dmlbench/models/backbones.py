@@ -464,7 +464,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
         sources = " or ".join(filter(None, (hub, str(config.url or ""))))
         raise ConfigError(
             f"pretrained weights of '{name}': {str(error) or type(error).__name__}. Download {sources} on a connected "
-            "machine and set weights_file=<path>, or set pretrained=false."
+            "machine and set backbone.weights_file=<path>, or backbone.pretrained=false."
         ) from error
 
 

@@ -76,7 +76,8 @@ class BNInception(Backbone):
         if pretrained and weights_file is None:
             raise ConfigError(
                 f"bn_inception has no weights to download by itself: place {PUBLIC_WEIGHTS} "
-                f"(from {_PUBLIC_WEIGHTS_URL}) anywhere and set weights_file=<its path>, or ask for pretrained=false"
+                f"(from {_PUBLIC_WEIGHTS_URL}) anywhere and set backbone.weights_file=<its path>, or "
+                "backbone.pretrained=false"
             )
         levels = select_levels(out_levels, len(_LEVELS))
         channels_of_levels = [_LEVEL_CHANNELS[level] for level in levels]

