@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -76,9 +77,9 @@ class Ranks:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up the gradients of all ranks, which have gradients of the same parameters."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.size == 1 or not gradients:
+        if self.size == 1:
             return
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in alike])
@@ -145,9 +146,9 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(word in str(error).lower() for word in ("connection", "peer", "nccl", "socket")):
+        if any(word in str(error).lower() for word in ("gloo/transport", "connection", "ncclremoteerror")):
             raise PeerEnded(
-                "Another process of this run ended. Start the same torchrun command again: the run resumes."
+                "Another process of this run ended, and says why. Start the same torchrun command again to resume."
             ) from error
         raise
 
@@ -168,15 +169,21 @@ def joined_ranks(processes: int, device: torch.device) -> Iterator[tuple[Ranks, 
         return
     backend = "gloo"
     if device.type == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
-        if local >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise ConfigError(f"torchrun: got {local + 1} or more processes, expected at most {count}, one per GPU.")
-        device = torch.device("cuda", local)
+        here, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if here > count or device.index is not None:
+            raise ConfigError(
+                f"torchrun: got {here} processes on {device}, expected at most {count}, one per GPU. Set device=cuda."
+            )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=_LONGEST_WAIT)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    store, rank, size = next(dist.rendezvous("env://"))
+    arrived = f"arrived/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store.add(arrived, 1)
+    while store.add(arrived, 0) < size:  # here a signal ends the wait, not in PyTorch's own
+        time.sleep(0.1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_LONGEST_WAIT)
+    ranks = Ranks(rank, size)
     if not ranks.is_first:
         logging.getLogger("dmlbench").setLevel(logging.ERROR)
     yield ranks, device

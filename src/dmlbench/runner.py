@@ -88,8 +88,8 @@ def run(cfg: DictConfig, on_validation: OnValidation | None = None) -> Path:
     """
     check(cfg)
     run_dir = directory_of(cfg)
-    store.make_directory(run_dir)
     with joined_ranks(cfg.fit.processes, runtime.select_device(cfg.device)) as (ranks, device):
+        store.make_directory(run_dir)
         if ranks.is_first:
             _run_unless_complete(cfg, run_dir, device, ranks, on_validation)
         elif ranks.same(False):
@@ -140,8 +140,13 @@ def _train_and_test(
         raise
     except Exception as error:
         log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
-        with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
-            (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")
+        with (
+            contextlib.suppress(OSError),  # the disk may be full: the error itself matters more
+            open(
+                run_dir / store.ERROR, "w" if ranks.is_first else "x", encoding="utf-8", errors="backslashreplace"
+            ) as file,
+        ):
+            file.write(traceback.format_exc())
         if isinstance(error, OSError):
             raise RunError(f"run {run_dir}: {error}; fix it and start the same command again to continue") from error
         raise
@@ -160,9 +165,10 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     if not found.exists() and store.is_locked(found.parent):
         raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is running; wait for it")
     plan = load_plan(found)
-    if kept.exists() and load_plan(kept) != plan:
+    if not kept.exists():
+        save_plan(kept, plan)
+    elif load_plan(kept) != plan:
         raise RunError(f"{run_dir} follows a plan that stage 1 no longer has; delete this run to start it again")
-    save_plan(kept, plan)
     return plan
 
 

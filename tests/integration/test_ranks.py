@@ -25,9 +25,9 @@ def torchrun(*arguments: str, **options: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=TESTS, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload, no-any-return]
 
 
-def trained(output_dir: Path) -> tuple[int, str]:
+def trained(output_dir: Path, *more: str) -> tuple[int, str]:
     """Exit code and messages of the run on two processes."""
-    with torchrun("-m", "dmlbench", *RUN, f"paths.output_dir={output_dir}") as process:
+    with torchrun("-m", "dmlbench", *RUN, *more, f"paths.output_dir={output_dir}") as process:
         messages = process.communicate(timeout=600)[1]
     return process.returncode, messages
 
@@ -65,9 +65,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_resumes_exactly(tmp_path: Path
         assert process.returncode != 0
         ours = [line for line in messages.splitlines() if line.startswith("dmlbench: error: ")]
         assert len(ours) == 1
-        assert ours[0].endswith(
-            "Another process of this run ended. Start the same torchrun command again: the run resumes."
-        )
+        assert ours[0].endswith("says why. Start the same torchrun command again to resume.")
         (run_dir,) = folder.glob("*/*/*/*")
         assert not store.is_locked(run_dir)
         assert trained(folder)[0] == 0
@@ -92,11 +90,18 @@ def _train_for(seconds: float, folder: Path, process: subprocess.Popen[str]) -> 
 
 @pytest.mark.slow
 def test_sigterm_saves_the_same_step_on_all_ranks(tmp_path: Path) -> None:
-    with torchrun("-m", "dmlbench", *RUN, f"paths.output_dir={tmp_path}") as process:
-        _train_for(3, tmp_path, process)
+    once = ("fit.checkpoint_every=null", "fit.validate_every=60")  # no other checkpoint before the end
+    assert trained(tmp_path / "whole", *once)[0] == 0
+    folder = tmp_path / "stopped"
+    with torchrun("-m", "dmlbench", *RUN, *once, f"paths.output_dir={folder}") as process:
+        _train_for(3, folder, process)
         os.kill(process.pid, signal.SIGTERM)
-        process.communicate(timeout=60)
-    (run_dir,) = tmp_path.glob("*/*/*/*")
+        messages = process.communicate(timeout=60)[1]
+    (run_dir,) = folder.glob("*/*/*/*")
     assert (run_dir / "last.ckpt").exists()
     assert not (run_dir / store.RESULT).exists()
-    assert trained(tmp_path)[0] == 0
+    assert "Another process" not in messages
+    assert trained(folder, *once)[0] == 0
+    (whole,) = (tmp_path / "whole").glob("*/*/*/*")
+    results = [store.read_result(path) for path in (whole, run_dir)]
+    assert results[0]["embeddings_sha256"] == results[1]["embeddings_sha256"]

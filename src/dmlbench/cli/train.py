@@ -78,6 +78,8 @@ def settle_choices(cfg: DictConfig, hydra: Any) -> None:
     if choices.get("backbone") == "timm":
         choices["backbone"] = str(cfg.backbone.name)
     if (processes := num_launched()) > 1:
+        if cfg.fit.processes not in (1, processes):
+            raise ConfigError(f"fit.processes: got {cfg.fit.processes}, expected {processes}, as torchrun started.")
         OmegaConf.update(cfg, "fit.processes", processes)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])

@@ -105,6 +105,8 @@ class FitSettings:
         for least, names in ((0, numbers), (1, counts)):
             given = {name: getattr(self, name) for name in names}
             check_at_least(least, **{f"fit.{name}": value for name, value in given.items() if value is not None})
+        if self.sync_batch_norm and self.processes == 1:
+            raise ConfigError("fit.sync_batch_norm: got true, expected false with one process. Start torchrun.")
         for name in ("clip_norm", "clip_value"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
@@ -192,6 +194,7 @@ def fit(
         raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
     if settings.warmup_steps:
         check_warmup(settings.warmup_frozen, model, objective)
+    ranks.copy_from_first((*model.parameters(), *model.buffers(), *objective.parameters(), *objective.buffers()))
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:
         parts_of_state["schedule"] = schedule
@@ -207,8 +210,6 @@ def fit(
         # The scaler may skip the first steps of the optimizer.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     state = _restore(run_dir, parts_of_state, data_fingerprint, ranks)
-    network = [*model.parameters(), *model.buffers(), *objective.parameters(), *objective.buffers()]
-    ranks.copy_from_first(network)
     monitor = _Monitor(
         run_dir if ranks.is_first else None, settings, loggers, device, optimizer, resume_step=state.step,
         skipped_steps=state.skipped_steps,
@@ -231,6 +232,8 @@ def fit(
             model.train()
             objective.train()
             optimizer.zero_grad(set_to_none=True)
+            if momentum_encoder is not None:
+                ranks.copy_from_first(model.buffers())  # keys are embedded by running statistics
             in_warmup = step <= settings.warmup_steps
             scheduled = None if in_warmup and settings.warmup_schedule == "rests" else schedule
             updated = settings.warmup_batch_norm == "updated"
@@ -274,13 +277,14 @@ def fit(
                 monitor.end_validation(state, scores, picture() if loggers and picture else None)
             monitor.write(state)
             state.wall_s = time.monotonic() - started
-            stop.requested = ranks.largest(stop.requested)
-            if state.stop_reason or stop.requested or any(step % n == 0 for n in intervals):
+            if asked := ranks.largest(stop.requested):  # all ranks act on it; a later signal counts in the next step
+                stop.requested = asked
+            if state.stop_reason or asked or any(step % n == 0 for n in intervals):
                 monitor.deferred.read()  # a signal may end a step whose losses were not read
                 state.skipped_steps = monitor.deferred.skipped_steps
                 if ranks.is_first:
                     _save(run_dir, state, parts_of_state, data_fingerprint, is_best=is_better)
-                if stop.requested:
+                if asked:
                     break
                 if on_validation is not None and is_validated and not state.stop_reason:
                     goes_on = on_validation(step, state.best_score)

@@ -1,6 +1,7 @@
 """Gradients of batches that do not fit on the device: a batch in parts (GradCache), or several in turn."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,7 +56,8 @@ def accumulate_gradients(
     """
     values: list[BatchValues] = []
     assert isinstance(model, nn.Module)
-    parameters = [*dict.fromkeys((*model.parameters(), *objective.parameters()))]
+    both = (model.parameters(), objective.parameters())
+    parameters = [] if ranks.size == 1 else [*dict.fromkeys(itertools.chain(*both))]
     for number in range(accumulate):
         batch = next_batch()
         parts = 1 if forward_batch is None else math.ceil(len(batch.images) / forward_batch)
@@ -81,7 +83,7 @@ def accumulate_gradients(
                 outputs.append(forward(images))
         whole = _joined(outputs, ranks)
         # A pooling whose prototypes start in this step must pool once more as it did when the loss was taken.
-        before = copy.deepcopy(model.observer.state_dict())
+        before = copy.deepcopy(model.observer.state_dict()) if parts > 1 else {}
         with ranks.first_only(parameters):
             backward(whole)
         gradients = [None if x.grad is None else ranks.own(x.grad).tensor_split(parts) for x in _tensors(whole)]
