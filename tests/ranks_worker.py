@@ -39,7 +39,7 @@ METHODS = {
 
 
 def train(method: str, folder: Path, ranks: Ranks, device: torch.device) -> dict[str, torch.Tensor]:
-    """Weights and buffers after the training, and the last validation's scores."""
+    """Weights and buffers after the training."""
     cfg = composed(*COMMON, *METHODS[method], f"fit.processes={num_launched()}", f"paths.output_dir={folder}")
     run_dir = folder / method
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def train(method: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
     )  # fmt: skip
     state = {f"model.{key}": value for key, value in setup.model.state_dict().items()}
     state |= {f"objective.{key}": value for key, value in experiment.objective.state_dict().items()}
-    return state | {"score": torch.tensor(setup.validate()["map_at_r"])}
+    return state
 
 
 if __name__ == "__main__":

@@ -140,13 +140,9 @@ def _train_and_test(
         raise
     except Exception as error:
         log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
-        with (
-            contextlib.suppress(OSError),  # the disk may be full: the error itself matters more
-            open(
-                run_dir / store.ERROR, "w" if ranks.is_first else "x", encoding="utf-8", errors="backslashreplace"
-            ) as file,
-        ):
-            file.write(traceback.format_exc())
+        with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
+            if ranks.is_first or not (run_dir / store.ERROR).exists():
+                (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")
         if isinstance(error, OSError):
             raise RunError(f"run {run_dir}: {error}; fix it and start the same command again to continue") from error
         raise

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.results import store
 
 TESTS = Path(__file__).parent.parent
@@ -33,7 +34,20 @@ def trained(output_dir: Path, *more: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_weights_and_scores_of_one_in_float64(tmp_path: Path) -> None:
+def test_two_processes_give_the_bits_of_one_where_nothing_is_trained(tmp_path: Path) -> None:
+    untrained = ("fit=untrained", "eval_batch_size=32", "fit.max_steps=0")
+    command = [sys.executable, "-m", "dmlbench", *RUN, *untrained, f"paths.output_dir={tmp_path / 'one'}"]
+    subprocess.run(command, check=True)
+    assert trained(tmp_path / "two", *untrained)[0] == 0
+    runs = [next((tmp_path / name).glob("*/*/*/*")) for name in ("one", "two")]
+    one, two = (load_embeddings(run / store.EMBEDDINGS).queries for run in runs)
+    assert torch.equal(one.rows, two.rows)
+    assert torch.equal(one.ids, two.ids)
+    assert store.read_result(runs[0])["metrics"] == store.read_result(runs[1])["metrics"]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_weights_of_one_in_float64(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     subprocess.run([sys.executable, "ranks_worker.py", one], cwd=TESTS, check=True)
     with torchrun("ranks_worker.py", str(two)) as process:
