@@ -17,10 +17,10 @@ import torch
 
 from dmlbench import ranks as ranks_module
 from dmlbench.build import make_experiment
-from dmlbench.cli.arguments import num_launched
 from dmlbench.config import compose
 from dmlbench.runtime import select_device
 from dmlbench.training.fit import fit
+from dmlbench.types import num_launched
 
 SMALL = ("experiment=demo", "backbone=resnet20", "sampler.classes_per_batch=16", "dataset.table.image_size=64")
 

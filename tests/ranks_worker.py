@@ -10,23 +10,15 @@ from composed import composed
 from small_models import randn
 
 from dmlbench.build import make_experiment
-from dmlbench.cli.arguments import num_launched
 from dmlbench.models.pooling.base import Pooled
 from dmlbench.models.pooling.gsp import Gsp
 from dmlbench.ranks import Ranks, joined_ranks
 from dmlbench.training.fit import fit
+from dmlbench.types import num_launched
 
 COMMON = (
-    *(
-        "experiment=demo",
-        "hydra.mode=RUN",
-        "fold=0",
-        "repeat=0",
-        "backbone.batch_norm=all",
-        "optim=sgd",
-        "optim.lr=0.01",
-    ),
-    *("fit.max_steps=20", "fit.log_every=1", "schedule=none", "dataset.table.images_per_class=12"),
+    *("experiment=demo", "hydra.mode=RUN", "fold=0", "repeat=0", "backbone.batch_norm=all", "schedule=none"),
+    *("optim=sgd", "optim.lr=0.01", "fit.max_steps=20", "fit.log_every=1", "dataset.table.images_per_class=12"),
 )
 METHODS = {
     "contrastive": ("loss=contrastive",),

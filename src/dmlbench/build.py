@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
-from timm.layers import convert_sync_batchnorm  # keeps the activations within timm's batch norm
 from torch import nn
 from torch.optim import Optimizer
 
@@ -450,6 +449,8 @@ def make_setup(
     if settings.sync_batch_norm and ranks.size > 1:
         if device.type == "cpu":
             raise ConfigError("fit.sync_batch_norm: got true, expected false on a CPU, for which PyTorch has none.")
+        from timm.layers import convert_sync_batchnorm  # keeps activations; here, as it takes seconds to import
+
         model = convert_sync_batchnorm(model)
     move(model, device, channels_last=settings.channels_last)
     cache = use_feature_cache(cfg, data, model, open_images, device, check=check)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmlbench.runtime import derive_seed
-from dmlbench.types import ConfigError, EmbeddingSet, RunError
+from dmlbench.types import ConfigError, EmbeddingSet, RunError, num_launched
 
 _T = TypeVar("_T")
 _LONGEST_WAIT = datetime.timedelta(hours=6)
@@ -160,7 +160,7 @@ def joined_ranks(processes: int, device: torch.device) -> Iterator[tuple[Ranks, 
     Raises:
         ConfigError: unless torchrun started ``processes``.
     """
-    if (launched := int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1) != processes:
+    if (launched := num_launched()) != processes:
         raise ConfigError(
             f"fit.processes: got {processes}, but {launched} run. Start them by torchrun --nproc_per_node={processes}."
         )

@@ -226,6 +226,11 @@ def escape_latex(text: str) -> str:
     return text.translate(str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks}))
 
 
+def num_launched() -> int:
+    """Processes that torchrun started for this command; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) -> str:
     """For error messages: the known name nearest to a misspelt one, and at most ``most`` known names."""
     import difflib

@@ -183,6 +183,10 @@ def _place_in_table(config: ConfigSummary) -> tuple[bool, str]:
     return NO_TRAINING not in config.label, config.label
 
 
+def table_title(dataset: str, protocol: str) -> str:
+    return f"{title_of(dataset)} under {protocol}"
+
+
 def build_tables(
     grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], spec: EvaluationSpec, *, facts: Sequence[str] = ()
 ) -> dict[tuple[str, str], Table]:
@@ -191,7 +195,7 @@ def build_tables(
     for (dataset, protocol), configs in grouped.items():
         summaries, labels = [config.summary for config in configs], [config.label for config in configs]
         settings = [config.settings for config in configs]
-        title = f"{title_of(dataset)} under {protocol}"
+        title = table_title(dataset, protocol)
         tables[dataset, protocol] = make_table(title, summaries, labels, metrics, facts, settings, configs[0].shared)
     return tables
 

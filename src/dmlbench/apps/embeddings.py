@@ -182,12 +182,11 @@ def _check_request(args: Any) -> None:
     for path in outputs:
         if files.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
+    scores = component(args.evaluation).scores
     if args.hardest is not None:
-        spec: EvaluationSpec = component(args.evaluation)
-        check_hardest(args.hardest, args.hardest_by, score_names(of_queries(spec.scores)))
+        check_hardest(args.hardest, args.hardest_by, score_names(of_queries(scores)))
     if args.fail_below:
-        spec = component(args.evaluation)
-        known = score_names(score for score in spec.scores if score.metric.better == "higher")
+        known = score_names(score for score in scores if score.metric.better == "higher")
         for name, least in args.fail_below.items():
             if name not in known:
                 raise ConfigError(f"fail_below: got {name}, expected of {', '.join(known)}. Set metrics= for others.")

@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,11 +92,6 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
     return CommandLine(words, (*(argument for argument in rest if argument not in words), *flags), **given)
 
 
-def num_launched() -> int:
-    """Processes that torchrun started; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-
 def for_hydra(name: str, line: CommandLine) -> list[str]:
     """The overrides of a command line in Hydra's grammar."""
     given = list(line.overrides)
@@ -115,9 +109,7 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
         keys = {}
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
-    free = {key for key, annotation in keys.items() if annotation == dict[str, Any]}  # whose entries users name
-    given = [f"++{a}" if key_of(a).partition(".")[0] in free and a[0] not in "+~" else a for a in given]
-    given = _with_new_arguments(given)
+    given = _with_new_keys(given, {key for key, annotation in keys.items() if annotation == dict[str, Any]})
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given
 
@@ -199,10 +191,17 @@ def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[s
     ]
 
 
-def _with_new_arguments(arguments: Sequence[str]) -> list[str]:
-    """``loss._target_=.. loss.m=0.4`` with the marks that make Hydra take keys which the chosen option lacks."""
-    named = [key.removesuffix("_target_") for key in map(key_of, arguments) if _names_a_target(key)]
-    return [f"++{a}" if key_of(a).startswith(tuple(named)) and a[0] not in "+~" else a for a in arguments]
+def _with_new_keys(arguments: Sequence[str], mappings: Collection[str]) -> list[str]:
+    """Overrides with the marks that make Hydra take new keys.
+
+    These are keys beside a ``_target_``, as in ``loss._target_=.. loss.m=0.4``, and entries of ``mappings``.
+    """
+    targets = tuple(key.removesuffix("_target_") for key in map(key_of, arguments) if _names_a_target(key))
+
+    def takes_new(key: str) -> bool:
+        return key.startswith(targets) or key.partition(".")[0] in mappings
+
+    return [f"++{a}" if takes_new(key_of(a)) and a[0] not in "+~" else a for a in arguments]
 
 
 def remove_former_arguments(

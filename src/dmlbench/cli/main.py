@@ -76,10 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # At the top of the file they would make the overview wait for what it does not need, Hydra and numpy.
     from dmlbench.cli import simple_commands
-    from dmlbench.cli.arguments import num_launched, parse
+    from dmlbench.cli.arguments import parse
     from dmlbench.cli.errors import guarded
     from dmlbench.cli.hydra_command import run_command
-    from dmlbench.types import ConfigError, closest
+    from dmlbench.types import ConfigError, closest, num_launched
 
     def action() -> None:
         name, *rest = arguments

@@ -206,10 +206,9 @@ def table(args: Any) -> None:
 
 
 def report(args: Any) -> None:
-    from dmlbench.apps.compare_configs import asked_columns, find_configs
+    from dmlbench.apps.compare_configs import asked_columns, find_configs, table_title
     from dmlbench.apps.report.page import draw_report, write_page
     from dmlbench.components import component
-    from dmlbench.data.preparation.catalog import title_of
     from dmlbench.runtime import remove_leftovers
 
     _check_suffix(args.output, ".png" if args.picture else ".html")
@@ -235,7 +234,7 @@ def report(args: Any) -> None:
         raise ConfigError(f"output names one picture, and there are {len(grouped)} tables; narrow configs= to one")
     for (dataset, protocol), configs in grouped.items():
         path = Path(args.output or folder / f"{dataset}-{protocol}.png")
-        draw_report(configs, path, title=f"{title_of(dataset)} under {protocol}", metrics=asked_columns(spec), **shown)
+        draw_report(configs, path, title=table_title(dataset, protocol), metrics=asked_columns(spec), **shown)
         print(f"written: {path}")
 
 

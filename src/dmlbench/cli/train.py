@@ -12,12 +12,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmlbench.cli.arguments import CommandLine, for_hydra, num_launched, remove_former_arguments
+from dmlbench.cli.arguments import CommandLine, for_hydra, remove_former_arguments
 from dmlbench.cli.errors import explain, root_cause
 from dmlbench.cli.hydra_command import run_command
 from dmlbench.cli.progress import Progress
 from dmlbench.config import complete_config, composing, config_folder, key_of, without_hydra
-from dmlbench.types import ConfigError, DmlbenchError, RunInUse, flatten
+from dmlbench.types import ConfigError, DmlbenchError, RunInUse, flatten, num_launched
 
 COMMAND_LINE = "command line"
 _RECIPE = "recipe/values/"

@@ -299,7 +299,7 @@ def fit(
         if ranks.is_first:
             _save_best(run_dir, state, parts_of_state)
     elif state.best_step:
-        ranks.largest(0)  # rank 0 has written it
+        ranks.same(None)  # once rank 0 has written it
         best = load_checkpoint(run_dir / BEST)
         model.load_state_dict(best["model"])
         objective.load_state_dict(best["objective"])

@@ -29,7 +29,6 @@ from dmlbench.apps.loading import distance_of_run, load_run, table_of_run
 from dmlbench.apps.pictures import COLORS, save_figure
 from dmlbench.apps.report import numbers
 from dmlbench.data.images.sources import read_image
-from dmlbench.data.preparation.catalog import title_of
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.search.rerank import nearest
@@ -251,7 +250,7 @@ def write_page(
         names = [metric["name"] for metric in metrics]
         shown, class_names = _images(configs, num_queries, num_nearest, device if with_overlays else None)
         groups.append({
-            "title": f"{title_of(dataset)} under {protocol}",
+            "title": tables[dataset, protocol].title,
             "shared": configs[0].shared,
             "leaderboard": numbers.leaderboard(tables[dataset, protocol], configs),
             "metrics": metrics,

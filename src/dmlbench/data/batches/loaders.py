@@ -117,8 +117,9 @@ class TrainBatches:
         size = len(index.rows) // count
         positions = range(number * size, (number + 1) * size)
         seeds = [derive_seed(self._seed, draw, index.epoch, index.index, i) for draw in self._draws for i in positions]
-        own = self._rows[index.rows[positions.start : positions.stop]]
-        return _Request(np.tile(own, len(self._draws)), seeds, index, self._rows[index.rows], len(self._draws))
+        batch = self._rows[index.rows]
+        own = batch[positions.start : positions.stop]
+        return _Request(np.tile(own, len(self._draws)), seeds, index, batch, len(self._draws))
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state after the last returned batch, whatever was read ahead."""
