@@ -20,6 +20,13 @@ def check_heads(width: int, num_heads: int) -> None:
         raise ConfigError(f"num_heads: got {num_heads}, expected a divisor of the width ({width}).")
 
 
+def standardize(x: Tensor) -> Tensor:
+    """Layer norm over the channels of [B, C, ...] without weights and bias, which callers apply to smaller tensors."""
+    centered = x - x.mean(dim=1, keepdim=True)
+    variance = (centered * centered).mean(dim=1, keepdim=True)  # square() takes three times as long
+    return centered * (variance + LAYER_NORM_EPSILON).rsqrt()
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, *, num_heads: int) -> tuple[Tensor, Tensor]:
     """Multi-head attention: per head h, out_qh = sum_n a_qhn v_nh with a_qh = softmax_n(q_qh . k_nh / sqrt(d)).
 
@@ -48,7 +55,8 @@ class AttentionPool(WeightedPooling):
     Keys are W_k norm(x_j) and values W_v norm(x_j) + b_v, with an affine layer norm over channels; a bias of the keys
     would not change the attention. The queries are parameters without a linear layer, and the projection is the output
     layer: of the mean over queries, or to D / num_queries dimensions of each (``concatenate``).
-    W_k acts on the queries and W_v on the attended sums, not on each pixel: the same value in less time.
+    W_k acts on the queries, W_v and the layer norm's weights on the attended sums, not on each pixel: the same value in
+    less time. The norm's bias adds the same number to all logits and leaves the attention as it is.
 
     In float32, also under autocast. Side output: "weights" [B, H, W], the attention averaged over heads and queries.
 
@@ -73,11 +81,13 @@ class AttentionPool(WeightedPooling):
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         check_width(x, self.key.in_features)
         with torch.autocast(x.device.type, enabled=False):
-            pixels = self.norm(x.to(self.queries.dtype).flatten(2).transpose(1, 2))  # [B, HW, C]
+            pixels = standardize(x.to(self.queries.dtype).flatten(2)).transpose(1, 2)  # [B, HW, C]
             heads = (self.num_heads, -1)
             queries = self.queries.unflatten(1, heads) * self.num_heads**0.5  # scaled by sqrt(d), not by sqrt(C)
             directions = torch.einsum("qhd,hdc->hqc", queries, self.key.weight.unflatten(0, heads)).flatten(0, 1)
-            sums, log_weights = attend(directions[None], pixels, pixels, num_heads=1)  # [B, h Q, C]
+            directions = (directions * self.norm.weight)[None]
+            sums, log_weights = attend(directions, pixels, pixels, num_heads=1)
+            sums = sums * self.norm.weight + self.norm.bias  # [B, h Q, C]
             values = torch.einsum("bhqc,hdc->bqhd", sums.unflatten(1, heads), self.value.weight.unflatten(0, heads))
             pooled = values.flatten(2) + self.value.bias  # [B, Q, C]
             weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])

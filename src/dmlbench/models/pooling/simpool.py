@@ -1,9 +1,10 @@
 """SimPool: attention of an image's average to its pixels, followed by a generalized mean."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, attend, mean_weights
+from dmlbench.models.pooling.attention_pool import LAYER_NORM_EPSILON, mean_weights, standardize
 from dmlbench.models.pooling.base import Pooled, Variant, WeightedPooling, check_width
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
@@ -40,15 +41,18 @@ class SimPool(WeightedPooling):
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         check_width(x, self.key.in_features)
         with torch.autocast(x.device.type, enabled=False):
-            pixels = x.to(self.query.weight.dtype).flatten(2).transpose(1, 2)  # [B, HW, C]
-            query = self.query(pixels.mean(dim=1, keepdim=True)) @ self.key.weight  # [B, 1, C]; not W_k on each pixel
-            normed = self.norm(pixels)
-            values = normed
+            x = x.to(self.query.weight.dtype)
+            height, width = x.shape[2:]
+            pixels = x.flatten(2)  # [B, C, HW]
+            query = self.query(pixels.mean(dim=2)) @ self.key.weight * self.norm.weight  # [B, C]; not W_k on each pixel
+            keys = standardize(pixels)
+            values = torch.addcmul(self.norm.bias[:, None], keys, self.norm.weight[:, None])
             if self.power is not None:
-                smallest = normed.amin(dim=(1, 2) if self.variant == "paper" else (0, 1, 2), keepdim=True)
-                values = (normed - smallest + self.epsilon).pow(self.power)
-            pooled, log_weights = attend(query, normed, values, num_heads=1)  # [B, 1, C]
+                smallest = values.amin(dim=(1, 2) if self.variant == "paper" else (0, 1, 2), keepdim=True)
+                values = (values - smallest + self.epsilon).log().mul(self.power).exp()  # half the time of pow
+            log_weights = F.log_softmax(query[:, None] * query.shape[1] ** -0.5 @ keys, dim=2)  # [B, 1, HW]
+            pooled = (values @ log_weights.exp().transpose(1, 2))[..., 0]  # [B, C]
             if self.power is not None:
                 pooled = pooled.pow(1.0 / self.power)
-            weights = mean_weights(log_weights, height=x.shape[2], width=x.shape[3])
-        return Pooled(project(pooled[:, 0]), {"weights": weights})
+            weights = mean_weights(log_weights[:, None], height=height, width=width)
+        return Pooled(project(pooled), {"weights": weights})
