@@ -46,7 +46,8 @@ format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup ## the documentation as a site, site/index.html
+docs: setup ## the documentation as a site, site/index.html, and the tables of its pages
+	$(BIN)/python scripts/docs_tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: setup ## every benchmark: side by side in one run, ratios printed

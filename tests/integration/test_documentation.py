@@ -186,8 +186,8 @@ def _smaller(line: str, tmp_path: Path, data: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def hooks(repository) -> ModuleType:
-    spec = spec_from_file_location("site_hooks", repository / "scripts" / "site_hooks.py")
+def tables(repository) -> ModuleType:
+    spec = spec_from_file_location("docs_tables", repository / "scripts" / "docs_tables.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -244,7 +244,7 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_hold(repository, 
         options = {file.stem for file in (repository / "conf" / group).glob("*.yaml")}
         assert options <= site[tmp_path / f"{name}.html"].first_configs, group
     assert set(METRICS) <= site[tmp_path / "evaluation.html"].first_configs
-    assert "glyphs_collage" in site[tmp_path / "measured.html"].first_configs
+    assert "glyphs_collage" in site[tmp_path / "all_scores.html"].first_configs
     assert {"dmlbench.cli.python_api.run", "dmlbench.evaluation.evaluate.evaluate_arrays"} <= site[
         tmp_path / "python.html"
     ].anchors
@@ -298,8 +298,15 @@ def test_the_table_of_frozen_backbones_has_the_published_numbers(repository) -> 
 
 
 @pytest.mark.slow
-def test_heads_of_poolings_tell_their_parameters(repository, hooks) -> None:
-    heads = hooks.options("pooling")
+def test_tables_of_the_pages_are_as_make_docs_writes_them(repository, tables) -> None:
+    for page in (repository / "docs").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert tables.with_tables(text) == text, f"{page.name} has an old table: run make docs"
+        assert text.count("<!-- table:") == text.count("<!-- end -->") == len(tables.MARKED.findall(text)), page.name
+
+
+def test_heads_of_poolings_tell_their_parameters(repository, tables) -> None:
+    heads = tables.options("pooling")
     cfg = compose("train", ["head.out_features=128"])
     OmegaConf.update(cfg, "runtime.num_channels", 1024)
     OmegaConf.update(cfg, "runtime.map_size", [7, 7])

@@ -1,0 +1,137 @@
+"""Write the tables of docs/ that are made of other files: between ``<!-- table: conf/loss -->`` and ``<!-- end -->``.
+
+``conf/loss`` stands for the options of that folder, made of the heads of their files; ``metrics``, ``measured`` and
+``deviations`` name the other tables. A head is the comment on top of an option's file: what it is, then lines
+``Key: text``, a key for each further column. `make docs` runs this; a test fails while a table is out of date.
+"""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from dmlbench.evaluation.metrics.registry import TABLE
+from dmlbench.results.table import summarize_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLISHED = "outputs/published"
+COLUMNS = {
+    "rerank": {"Formula": "similarity of a pair in a list", "Source": "source"},
+    "loss": {"Formula": "of one pair, triplet, proxy or image", "Reduction": "reduction", "Source": "source"},
+    "pooling": {"Parameters": "parameters", "Operations": "operations", "Source": "source"},
+}
+"""Keys that heads of a folder have, and what the columns are called."""
+
+_STYLED = {"Formula": '<span class="formula">{}</span>'}
+MARKED = re.compile(r"^<!-- table: (\S+) -->\n.*?^<!-- end -->$", flags=re.MULTILINE | re.DOTALL)
+_KEY = re.compile(r"([A-Z][a-z]+): (.+)")
+_OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
+_CODE = re.compile("(`[^`]*`)")
+
+
+def head(file: Path) -> dict[str, str]:
+    """The comment on top of an option's file: its prose under "", its lines ``Key: text`` by the keys of COLUMNS."""
+    found: dict[str, str] = {"": ""}
+    last = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        text = line.removeprefix("#")
+        if text.startswith(" @package"):
+            continue
+        if (match := _KEY.fullmatch(text.strip())) and match[1] in COLUMNS.get(file.parent.name, ()):
+            last = match[1]
+            found[last] = match[2]
+        else:
+            found[last] = f"{found[last]} {text.strip()}".strip()
+    return found
+
+
+def options(group: str) -> dict[str, dict[str, str]]:
+    """Heads of all options of a folder of ``conf``, by name.
+
+    Raises:
+        ValueError: an option has no head, or lacks a key that its table has a column for.
+    """
+    found = {file.stem: head(file) for file in sorted((ROOT / "conf" / group).glob("*.yaml"))}
+    if not found:
+        raise ValueError(f"conf/{group} holds no option; name a folder of conf in <!-- table: conf/... -->")
+    for name, texts in found.items():
+        missing = {key for key in ("", *COLUMNS.get(group, ())) if not texts.get(key)}
+        if missing and name != "none":
+            raise ValueError(f"conf/{group}/{name}.yaml: its head lacks {', '.join(sorted(missing)) or 'what it is'}")
+    return found
+
+
+def _cell(text: str) -> str:
+    """Markdown of a head's text: what sets an option as code, and all else as it stands."""
+    parts = _CODE.split(_OPTION_SET.sub(r"`\1`", text))
+    return "".join(p if p.startswith("`") else p.replace("<", "&lt;") for p in parts).replace("|", "\\|")
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def options_table(group: str) -> str:
+    """Markdown of a folder's options: a row each, from their heads."""
+    columns = COLUMNS.get(group, {})
+    rows = [
+        [f"`{name}`", _cell(texts[""]), *(_STYLED.get(key, "{}").format(_cell(texts.get(key, "-"))) for key in columns)]
+        for name, texts in options(group).items()
+    ]
+    return _table([f"`{group}=`", "what it is", *columns.values()], rows)
+
+
+def metrics_table() -> str:
+    """Markdown of all metrics: a row each, from the one table that also computes them."""
+    rows = [[f"`{m.name}`", m.label.format(k="K"), _cell(m.formula), _cell(m.source)] for m in TABLE]
+    return _table(["metric", "in tables", "what is computed", "source"], rows)
+
+
+def deviations_tables() -> str:
+    """Markdown of what each recipe still differs in from its paper or code: a section and a table for each recipe."""
+    sections = []
+    for file in sorted((ROOT / "conf/recipe").glob("*.yaml")):
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        rows = [
+            [_cell(e["text"]), "; ".join(f"`{group}={_listed(v)}`" for group, v in e.get("when", {}).items()) or "all",
+             _cell(e["source"])]
+            for e in recipe.get("deviations", ())
+        ]  # fmt: skip
+        if rows:
+            sections.append(
+                f"## {file.stem} ({recipe['paper']})\n\n{_table(['deviation', 'applies to', 'source'], rows)}"
+            )
+    return "\n\n".join(sections)
+
+
+def _listed(options: object) -> str:
+    return ",".join(map(str, options)) if isinstance(options, list) else str(options)
+
+
+def _made(what: str) -> str:
+    if what.startswith("conf/"):
+        return options_table(what.removeprefix("conf/"))
+    if what == "metrics":
+        return metrics_table()
+    if what == "measured":
+        text = summarize_tables(ROOT / PUBLISHED).replace(f"]({ROOT / PUBLISHED}/", f"](../{PUBLISHED}/")
+        return text.replace(" ± ", "\u00a0±\u00a0")  # a score and its deviation on one line
+    if what == "deviations":
+        return deviations_tables()
+    raise ValueError(f"there is no table '{what}'; name conf/<folder>, metrics, measured or deviations")
+
+
+def with_tables(markdown: str) -> str:
+    """A page with its tables as they are now."""
+    return MARKED.sub(lambda match: f"<!-- table: {match[1]} -->\n\n{_made(match[1])}\n\n<!-- end -->", markdown)
+
+
+if __name__ == "__main__":
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        if (new := with_tables(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"{page.relative_to(ROOT)}: tables written")
