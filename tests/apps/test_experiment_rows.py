@@ -153,5 +153,5 @@ def test_the_list_has_every_table_of_the_papers_and_every_figure_with_an_experim
     assert not {"avsl/base", "demo"} & set(names)
     known = experiments(folders)
     assert list(states("gsp/figure3", reproduce_of(known["gsp/figure3"]), True)) == ["needs tokens"]
-    assert list(states("gsp/table3", TABLE3, True)) == ["1 runnable, 9 quoted, 2 needs"]
+    assert list(states("gsp/table3", TABLE3, True)) == ["1 row, 9 quoted, 2 needs"]
     assert list(states("gsp/table3", {}, False)) == ["no experiment"]

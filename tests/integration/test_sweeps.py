@@ -10,7 +10,9 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from dmlbench.cli.errors import guarded
 from dmlbench.cli.hydra_command import raise_failures
+from dmlbench.cli.preflight import warn_of_jobs
 from dmlbench.cli.progress import Progress
+from dmlbench.config import composing
 from dmlbench.results.store import RESULT, find_runs, locked
 from dmlbench.types import ConfigError, RunError
 
@@ -100,6 +102,15 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     assert error.splitlines()[-1] == "dmlbench: error: fold: got 9, expected 0 to 3, the folds of the protocol."
     error = command("train", *TINY, "protocol=two_stage", "protocol.stage=2", "--dry-run", code=1)
     assert "run stage 1 first: out/glyphs/two_stage/" in error
+
+
+def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys) -> None:
+    with composing():
+        warn_of_jobs([[*TINY, f"fold={fold}", loss] for fold in (0, 9) for loss in ("loss=triplet", "+loss.x=1")])
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("dmlbench: fold=0 +loss.x=1 will fail: loss.x is not an argument of ")
+    assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3."
+    assert third.startswith("dmlbench: fold=9 +loss.x=1 will fail: loss.x ")
 
 
 def test_each_run_of_a_sweep_starts_with_its_position_and_the_remaining_time(monkeypatch, caplog) -> None:

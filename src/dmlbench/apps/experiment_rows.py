@@ -240,20 +240,33 @@ def _matching(labels: Sequence[str], patterns: Sequence[str]) -> set[str]:
     return set().union(*found.values())
 
 
+def title_of(file: Path) -> str:
+    """What the comment on top of an experiment's file says of it, without the name of its table."""
+    text = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# @"):
+            continue
+        if not line.startswith("#") or line.startswith("#   "):
+            break
+        text = f"{text} {line.removeprefix('#').strip()}".strip()
+    return re.sub(r"^(Table|Figure|Appendix) [^:]*: ", "", text)
+
+
 def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:
     """The line of ``dmlbench reproduce --list`` about a table, in parts."""
     if not has_experiment:
         yield "no experiment"
     elif commands := reproduce.get("commands"):
-        yield f"made by {len(commands)} commands"
+        yield "1 command" if len(commands) == 1 else f"{len(commands)} commands"
     elif name not in papers.tables():
-        yield instead_of_rows(reproduce) or "runnable, without numbers in the paper's text"
+        yield instead_of_rows(reproduce) or "rows without scores"
     elif not reproduce:
-        yield "runnable by its own grid, not row by row"
+        yield "its own grid"
     else:
-        kinds: dict[str, set[str]] = {"runnable": set(), "quoted": set(), "needs": set()}
+        kinds: dict[str, set[str]] = {"rows": set(), "quoted": set(), "needs": set()}
         for row in rows_of_paper(name, reproduce, {}):
-            kinds[row.blocker.partition(" ")[0] or "runnable"].add(row.label)
-        yield ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
+            kinds[row.blocker.partition(" ")[0] or "rows"].add(row.label)
+        counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
+        yield re.sub("^1 rows", "1 row", counts)
         if told := instead_of_rows(reproduce):
             yield told

@@ -60,6 +60,10 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
             composer.show_cfg(name, overrides, cfg_type=line.cfg, package=line.package, resolve=line.resolve)
         elif line.is_sweep or (name == "train" and is_sweep(overrides)):
             jobs = sweep_jobs(overrides) if name == "train" else []
+            if jobs:
+                from dmlbench.cli.preflight import warn_of_jobs
+
+                warn_of_jobs(jobs)
             job = Job(name, task, line.config_dir, Progress(own_overrides(jobs)) if jobs else None)
             done = composer.multirun(name, job, [*overrides, "hydra.mode=MULTIRUN"])
             raise_failures([job for batch in done for job in batch])

@@ -1,6 +1,8 @@
 """Show the runs of a sweep or table, and check them before hours are spent: inputs, comparability and time."""
 
 import logging
+import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,6 +67,24 @@ def check_sweep(line: CommandLine) -> None:
         to_do = [run for wave in plan.waves() for run in wave if run.config.sha256 in requested]
         print_plan(plan, names, failures)
         check_runs(plan, to_do, names, failures, output_dir)
+
+
+def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
+    """Print which jobs of a sweep cannot start, before hours are spent on the others. Inside of ``composing()``."""
+    wanted = [
+        tuple(o for o in job if key_of(o) not in COORDINATES and not key_of(o).startswith("hydra")) for job in jobs
+    ]
+    with quiet("dmlbench.recipes"):
+        composed = compose_configs(wanted, composer({}, is_checked=True))
+    for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
+        config = composed[overrides]
+        reason = config if isinstance(config, str) else ""
+        if not isinstance(config, str):
+            last = config.num_folds - 1
+            folds = [value for o in job if key_of(o) == "fold" and (value := o.partition("=")[2]).isdecimal()]
+            reason = next((f"fold: got {fold}, expected 0 to {last}." for fold in folds if int(fold) > last), "")
+        if reason:
+            print(f"dmlbench: {name} will fail: {reason}", file=sys.stderr)
 
 
 def _numbers(key: str, jobs: Sequence[Sequence[str]]) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import fill, shorten
+from textwrap import fill
 from typing import Any
 
 import hydra
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _OWN = tuple(schema_of("reproduce").__dataclass_fields__)
 _OF_RUNS = ("hydra", *schema_of("train").__dataclass_fields__)
-_LINE = 120
+_LINE, _STATE = 120, 20
 """Characters of a line of ``--list``."""
 
 
@@ -89,13 +89,17 @@ def _reproduce(
 
 
 def _print_list(folders: Sequence[Path]) -> None:
-    """Every table and figure of the papers with its state, a line each, then the other experiments."""
+    """Every table and figure of the papers with its state and title, a line each, then the other experiments."""
     known = experiments(folders)
     names = experiment_rows.paper_tables(folders)
-    width = max(map(len, names))
+    told = {
+        name: "; ".join(experiment_rows.states(name, reproduce_of(known.get(name)), name in known)) for name in names
+    }
+    of_name, of_state = max(map(len, names)), max(map(len, told.values()))
     for name in names:
-        told = "; ".join(experiment_rows.states(name, reproduce_of(known.get(name)), name in known))
-        print(f"{name:<{width}}  {shorten(told, _LINE - width - 2, placeholder='…')}")
+        title = experiment_rows.title_of(known[name]) if name in known else ""
+        line = f"{name:<{of_name}}  {told[name]:<{min(of_state, _STATE)}}  {title}"
+        print(f"{line[: _LINE - 1]}…" if len(line) > _LINE else line.rstrip())
     others = ", ".join(name for name in known if name not in names)
     print(f"\n{fill(f'other experiments: {others}', _LINE)}")
 
