@@ -71,9 +71,7 @@ def check_sweep(line: CommandLine) -> None:
 
 def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
     """Print which jobs of a sweep cannot start, before hours are spent on the others. Inside of ``composing()``."""
-    wanted = [
-        tuple(o for o in job if key_of(o) not in COORDINATES and not key_of(o).startswith("hydra")) for job in jobs
-    ]
+    wanted = [tuple(o for o in job if re.split("[./]", key_of(o))[0] not in (*COORDINATES, "hydra")) for job in jobs]
     with quiet("dmlbench.recipes"):
         composed = compose_configs(wanted, composer({}, is_checked=True))
     for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
