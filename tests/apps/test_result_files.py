@@ -186,3 +186,11 @@ def test_a_result_that_was_copied_into_another_run_is_not_compared(root: Path) -
     write_result(_run(root), result | {"fold": 1, "seed": derive_seed(0, 1, 0)})
     with pytest.raises(RunError, match="fold0_rep0 holds the result of fold1_rep0"):
         compare_configs(str(root), ["*gap*", "*gsp*"], EvaluationSpec(metrics=("p_at_1",)))
+
+
+def test_aggregate_leaves_out_the_trials_of_searches_unless_they_are_asked_for(tmp_path: Path, command) -> None:
+    for protocol in ("hpo", "mlrc"):
+        write_run(tmp_path / "glyphs" / protocol / "gap" / "fold0_rep0")
+    error = command("aggregate", f"paths.output_dir={tmp_path}", code=1)
+    assert "no config is complete: " in error and "hpo" not in error.splitlines()[-1]
+    assert "glyphs/hpo/gap" in command("aggregate", f"paths.output_dir={tmp_path}", "configs=*/hpo/*", code=1)

@@ -320,7 +320,7 @@ def test_a_gain_that_rounds_to_zero_has_no_minus() -> None:
 
 def test_gains_need_untrained_rows_and_their_columns_need_frozen_layers() -> None:
     trained = summary("linear", 0.25, val=0.5, dimension=128, trained=163840)
-    assert gains_over_frozen([trained], ["map_at_r"])["MAP@R over frozen"] == [None]
+    assert set(gains_over_frozen([trained], ["map_at_r"])) == {"trained"}
     trained["training"]["frozen_until"] = None
     assert gains_over_frozen([trained], ["map_at_r"]) == {}
 

@@ -74,7 +74,8 @@ def run_table(
             reasons=[*paper_comparison.given_by_hand(moved), *of_file], is_elsewhere=is_elsewhere,
         )  # fmt: skip
         return
-    print_time(to_do, measured_times(plan), with_sources=False)
+    if args.run_missing:
+        print_time(to_do, measured_times(plan), with_sources=False)
     print()
     if mixed and not args.allow_mixed:
         raise ConfigError(f"{table.name}: {'; '.join(mixed)}. Set allow_mixed=true to allow it.")

@@ -145,6 +145,9 @@ def aggregate(args: Any) -> None:
         raise RunError(
             f"no run under {args.paths.output_dir} matches '{args.configs}'; `dmlbench status` lists the runs"
         )
+    if "hpo" not in args.configs and (trials := [path for path in configs if path.parent.name == "hpo"]):
+        configs = {path: runs for path, runs in configs.items() if path not in trials}
+        print(f"left out: {len(trials)} configs of protocol=hpo, trials of searches (configs=*/hpo/* selects them)")
     how = {"allow_partial": args.allow_partial, "force": args.force, "progress": sys.stderr.isatty()}
     incomplete, failures = [], []
     for number, (path, runs) in enumerate(configs.items(), start=1):
@@ -171,7 +174,7 @@ def aggregate(args: Any) -> None:
         count = f"{len(failures)} of {len(configs)} configs cannot be aggregated"
         raise type(failures[0])(f"{count}: {failures[0]}")
     if not done:
-        raise RunError(f"no config is complete: {incomplete[0]}")
+        raise RunError(f"no config is complete{f': {incomplete[0]}' if incomplete else ''}")
 
 
 def table(args: Any) -> None:

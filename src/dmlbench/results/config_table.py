@@ -76,7 +76,7 @@ def make_table(
     notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + differing
     if any(not score.metric.percent for _, score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
-    if gains:
+    if any("over" in name for name in gains):
         notes.append(_GAINS)
     return Table(
         title,
@@ -132,7 +132,7 @@ def size_of(kind: str, summaries: Sequence[Mapping[str, Any]]) -> str:
 def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, list[str | None]]:
     """Columns of tables with frozen or tuned backbones: trained parameters, seconds per run, gains over no training.
 
-    Columns that are the same in all rows are left out.
+    Columns that are empty, or say the same of all rows, are left out.
 
     The gain is the difference in MAP@R (else the first metric) of separated models to the best untrained pooling *by
     validation*: of its features themselves (``head=identity``), and whitened (``head=learned_whitening``) to the row's
@@ -169,13 +169,13 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
             found.append(None if own is None or base is None else f"{own - base:+z.1f}")
         return found
 
-    return {
-        **columns,
+    columns |= {
         "trained": [f"{own.get('trained_parameters', 0):,}" for own in training],
         "s/run": [f"{s['wall_s'] / s['n_runs']:.0f}" if "wall_s" in s else None for s in summaries],
         f"{label} over frozen": gains("identity", False),
         "over whitened": gains("learned_whitening", True),
     }
+    return {name: values for name, values in columns.items() if any(values)}
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
