@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from dmlbench.apps.loading import load
     from dmlbench.cli.python_api import evaluate, run, table
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = ["__version__", "evaluate", "load", "run", "table"]
 
 _PLACES = {"load": "apps.loading", "evaluate": "cli.python_api", "table": "cli.python_api", "run": "cli.python_api"}
@@ -18,6 +19,10 @@ _PLACES = {"load": "apps.loading", "evaluate": "cli.python_api", "table": "cli.p
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dmlbench")
     if name not in _PLACES:
         raise AttributeError(f"module 'dmlbench' has no attribute '{name}'")
     value = globals()[name] = getattr(import_module(f"dmlbench.{_PLACES[name]}"), name)

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-from dmlbench import __version__
-
 _PROCESS = os.getpid()
 
 COMMANDS = {
@@ -71,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(usage())
         sys.exit(0 if arguments else 2)
     if arguments[0] == "--version":
+        from dmlbench import __version__
+
         print(__version__)
         sys.exit(0)
 
