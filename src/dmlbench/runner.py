@@ -139,7 +139,6 @@ def _train_and_test(
     except (RunInUse, Pruned, PeerEnded):
         raise
     except Exception as error:
-        log.error("%s failed: %s", run_dir, error)  # at once: a sweep continues and reports at its end
         with contextlib.suppress(OSError):  # the disk may be full: the error itself matters more
             if ranks.is_first or not (run_dir / store.ERROR).exists():
                 (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")

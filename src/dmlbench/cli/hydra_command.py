@@ -158,6 +158,8 @@ class Job:
                 return error
             log.info("skipped: %s", error)
         except Exception as error:  # Hydra would print all overrides, and stop the sweep
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                log.error("failed: %s", error)  # at once: the sweep continues and reports at its end
             return error
         return None
 

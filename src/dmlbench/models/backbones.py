@@ -1,5 +1,6 @@
 """Backbones: images to feature maps, and the networks of timm."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -454,6 +455,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
         cached = _cached_file(config.hf_hub_id, url)
         if cached is not None:  # by path: a name would ask the server for a newer version first
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
+    logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, retries too
     try:
         return create_any_size(name, **options)
     except Exception as error:
@@ -462,9 +464,10 @@ def _create(name: str, *, pretrained: bool) -> Any:
         # timm, its hub client and their HTTP libraries raise many unrelated types for "cannot download".
         hub = f"https://huggingface.co/{config.hf_hub_id} (model.safetensors)" if config.hf_hub_id else ""
         sources = " or ".join(filter(None, (hub, str(config.url or ""))))
+        why = str(error).rstrip(" .") or type(error).__name__
         raise ConfigError(
-            f"pretrained weights of '{name}': {str(error) or type(error).__name__}. Download {sources} on a connected "
-            "machine and set backbone.weights_file=<path>, or backbone.pretrained=false."
+            f"pretrained weights of '{name}': {why}. Download {sources} on a connected machine and set "
+            "backbone.weights_file=<path>, or backbone.pretrained=false."
         ) from error
 
 
