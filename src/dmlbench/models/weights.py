@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -78,7 +79,13 @@ def load_weights(
         if not key.startswith(tuple(ignore)):
             raise _wrong_file(module, path, f"'{key}' {tuple(other.shape)} is unknown to the model")
     module.load_state_dict(adapted)
-    logger.info("loaded %d tensors from %s", len(adapted), path)
+    _say_once(f"loaded {len(adapted)} tensors from {path}")
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Log a line once per process; a sweep loads the same file for each run."""
+    logger.info(text)
 
 
 def _wrong_file(module: nn.Module, path: str | Path, difference: str) -> ConfigError:
