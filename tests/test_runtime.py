@@ -153,6 +153,7 @@ def test_interrupted_atomic_write_leaves_the_old_file_and_no_other(tmp_path, mon
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
+@pytest.mark.slow
 def test_each_process_takes_a_free_gpu_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     take = (

@@ -53,6 +53,7 @@ def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_opti
     assert [label.split()[:2] for label in labels] == [["gsp"], ["gsp", "s2sd+zsr"], ["gsp", "s2sd+xml"]]
 
 
+@pytest.mark.slow
 def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, tmp_path: Path) -> None:
     given = "optim.lr_multipliers.loss=3", "pooling.num_prototypes=7", "+pooling.x=1", "optim.lr=0.25"
     by_hand = stored("recipe=small", "pooling=gsp", "loss=arcface", *given)
