@@ -1,7 +1,7 @@
 """Write the tables of docs/ that are made of other files: between ``<!-- table: conf/loss -->`` and ``<!-- end -->``.
 
 ``conf/loss`` stands for the options of that folder, made of the heads of their files; ``metrics``, ``measured`` and
-``deviations`` name the other tables. A head is the comment on top of an option's file: what it is, then lines
+``deviations`` name the other tables. A head is the comment on top of an option's file: a description, then lines
 ``Key: text``, a key for each further column. `make docs` runs this; a test fails while a table is out of date.
 """
 
@@ -59,7 +59,7 @@ def options(group: str) -> dict[str, dict[str, str]]:
     for name, texts in found.items():
         missing = {key for key in ("", *COLUMNS.get(group, ())) if not texts.get(key)}
         if missing and name != "none":
-            raise ValueError(f"conf/{group}/{name}.yaml: its head lacks {', '.join(sorted(missing)) or 'what it is'}")
+            raise ValueError(f"conf/{group}/{name}.yaml: its head lacks {', '.join(sorted(missing)) or 'its text'}")
     return found
 
 
@@ -81,7 +81,7 @@ def options_table(group: str) -> str:
         [f"`{name}`", _cell(texts[""]), *(_STYLED.get(key, "{}").format(_cell(texts.get(key, "-"))) for key in columns)]
         for name, texts in options(group).items()
     ]
-    return _table([f"`{group}=`", "what it is", *columns.values()], rows)
+    return _table([f"`{group}=`", "description", *columns.values()], rows)
 
 
 def metrics_table() -> str:

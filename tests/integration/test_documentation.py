@@ -297,7 +297,6 @@ def test_the_table_of_frozen_backbones_has_the_published_numbers(repository) -> 
             assert cell.strip("*") == (scores or "–"), (label, head)
 
 
-@pytest.mark.slow
 def test_tables_of_the_pages_are_as_make_docs_writes_them(repository, tables) -> None:
     for page in (repository / "docs").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
@@ -305,6 +304,7 @@ def test_tables_of_the_pages_are_as_make_docs_writes_them(repository, tables) ->
         assert text.count("<!-- table:") == text.count("<!-- end -->") == len(tables.MARKED.findall(text)), page.name
 
 
+@pytest.mark.slow
 def test_heads_of_poolings_tell_their_parameters(repository, tables) -> None:
     heads = tables.options("pooling")
     cfg = compose("train", ["head.out_features=128"])

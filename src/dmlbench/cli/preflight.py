@@ -76,12 +76,12 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
         composed = compose_configs(wanted, composer({}, is_checked=True))
     for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
         config = composed[overrides]
-        reason = config if isinstance(config, str) else ""
+        reasons = [config]
         if not isinstance(config, str):
-            last = config.num_folds - 1
-            folds = [value for o in job if key_of(o) == "fold" and (value := o.partition("=")[2]).isdecimal()]
-            reason = next((f"fold: got {fold}, expected 0 to {last}." for fold in folds if int(fold) > last), "")
-        if reason:
+            folds = [o.partition("=")[2] for o in job if key_of(o) == "fold"]
+            beyond = [fold for fold in folds if fold.isdecimal() and int(fold) >= config.num_folds]
+            reasons = [f"fold: got {fold}, expected 0 to {config.num_folds - 1}." for fold in beyond]
+        for reason in reasons:
             print(f"dmlbench: {name} will fail: {reason}", file=sys.stderr)
 
 

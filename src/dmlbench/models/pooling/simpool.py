@@ -50,6 +50,7 @@ class SimPool(WeightedPooling):
             if self.power is not None:
                 smallest = values.amin(dim=(1, 2) if self.variant == "paper" else (0, 1, 2), keepdim=True)
                 values = (values - smallest + self.epsilon).log().mul(self.power).exp()  # half the time of pow
+            # Not ``attend``: with channels first, no gradient is copied to another order.
             log_weights = F.log_softmax(query[:, None] * query.shape[1] ** -0.5 @ keys, dim=2)  # [B, 1, HW]
             pooled = (values @ log_weights.exp().transpose(1, 2))[..., 0]  # [B, C]
             if self.power is not None:
