@@ -58,9 +58,8 @@ def embed_folder(
     ``gallery/<class>/...`` both sets. Images without class folders are each a class of its own. The ids count the
     images; the file's metadata names them (``paths``) and the classes (``classes``), as lists in JSON.
     """
+    check_output(output)
     folder, output = Path(folder).expanduser(), Path(output).expanduser()
-    if output.suffix != ".safetensors" or not output.parent.is_dir():
-        raise ConfigError(f"output: got {output}, expected a .safetensors file in an existing folder.")
     parts = _parts(folder)
     paths = [path for part in parts for path, _ in part]
     names = [name for part in parts for _, name in part]
@@ -78,6 +77,13 @@ def embed_folder(
     stored = StoredEmbeddings(sets[0], sets[1] if len(parts) > 1 else None, about)
     save_embeddings(output, stored.queries, stored.gallery, about)
     return stored
+
+
+def check_output(output: str | Path) -> None:
+    """Raise a ConfigError unless ``embed_folder`` can write to ``output``."""
+    output = Path(output).expanduser()
+    if output.suffix != ".safetensors" or not output.parent.is_dir():
+        raise ConfigError(f"output: got {output}, expected a .safetensors file in an existing folder.")
 
 
 def _parts(folder: Path) -> list[list[tuple[str, str]]]:

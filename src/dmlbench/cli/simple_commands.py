@@ -107,9 +107,10 @@ def export(args: Any) -> None:
 
 
 def embed(args: Any) -> None:
-    from dmlbench.apps.embeddings import embed_folder
+    from dmlbench.apps.embeddings import check_output, embed_folder
     from dmlbench.apps.loading import load
 
+    check_output(args.output)
     model = load(args.model, device=args.device, modules=args.modules)
     options = {key: getattr(args, key) for key in ("normalize", "batch_size", "num_workers")}
     stored = embed_folder(model, args.images, args.output, progress=sys.stderr.isatty(), **options)

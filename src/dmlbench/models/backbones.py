@@ -457,6 +457,8 @@ def _create(name: str, *, pretrained: bool) -> Any:
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, retries too
     try:
+        if pretrained and cached is None and config.hf_hub_id:
+            _require_hub(config.hf_hub_id)
         return create_any_size(name, **options)
     except Exception as error:
         if not pretrained or config is None:
@@ -469,6 +471,13 @@ def _create(name: str, *, pretrained: bool) -> Any:
             f"pretrained weights of '{name}': {why}. Download {sources} on a connected machine and set "
             "backbone.weights_file=<path>, or backbone.pretrained=false."
         ) from error
+
+
+def _require_hub(hub_id: str) -> None:
+    """Fail at once without a connection: a download would retry for a minute."""
+    from huggingface_hub import HfApi
+
+    HfApi().model_info(hub_id, timeout=10)
 
 
 def _cached_file(hub_id: str | None, url: str | None) -> Path | None:
