@@ -1,13 +1,17 @@
-"""Write the tables of docs/ that are made of other files: between ``<!-- table: conf/loss -->`` and ``<!-- end -->``.
+"""Write the parts of docs/ that are made of other files: between ``<!-- table: conf/loss -->`` and ``<!-- end -->``.
 
 ``conf/loss`` stands for the options of that folder, made of the heads of their files; ``metrics``, ``measured`` and
 ``deviations`` name the other tables. A head is the comment on top of an option's file: a description, then lines
-``Key: text``, a key for each further column. `make docs` runs this; a test fails while a table is out of date.
+``Key: text``, a key for each further column. ``<!-- api: dmlbench.run -->`` stands for the signature and docstring of a
+function or class. `make docs` runs this; a test fails while a part is out of date.
 """
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
+import griffe
 import yaml
 
 from dmlbench.evaluation.metrics.registry import TABLE
@@ -23,7 +27,7 @@ COLUMNS = {
 """Keys that heads of a folder have, and what the columns are called."""
 
 _STYLED = {"Formula": '<span class="formula">{}</span>'}
-MARKED = re.compile(r"^<!-- table: (\S+) -->\n.*?^<!-- end -->$", flags=re.MULTILINE | re.DOTALL)
+MARKED = re.compile(r"^<!-- (table|api): (\S+) -->\n.*?^<!-- end -->$", flags=re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"([A-Z][a-z]+): (.+)")
 _OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
 _CODE = re.compile("(`[^`]*`)")
@@ -111,7 +115,64 @@ def _listed(options: object) -> str:
     return ",".join(map(str, options)) if isinstance(options, list) else str(options)
 
 
-def _made(what: str) -> str:
+@functools.cache
+def _package() -> Any:
+    options = {"returns_multiple_items": False, "warnings": False}
+    return griffe.load("dmlbench", search_paths=[ROOT / "src"], docstring_parser="google", docstring_options=options)
+
+
+def api(path: str) -> str:
+    """Markdown of a function or class by the path that imports it, methods with docstrings included."""
+    found = _package()[path.removeprefix("dmlbench.")]
+    sections = [f"### `{path}`", _signature(path.rpartition(".")[2], found), *_docstring(found)]
+    for member in found.members.values() if found.is_class else ():
+        if member.has_docstring and not member.name.startswith("_"):
+            named = f"{found.name}.{member.name}"
+            sections += [f"#### `{named}`", *([_signature(named, member)] if member.is_function else [])]
+            sections += _docstring(member)
+    return "\n\n".join(sections)
+
+
+def _signature(name: str, found: Any) -> str:
+    arguments: list[str] = []
+    for each in getattr(found, "parameters", ()):  # griffe takes functions behind @cache for properties
+        if each.name in ("self", "cls"):
+            continue
+        star = {"variadic positional": "*", "variadic keyword": "**"}.get(each.kind.value, "")
+        keywords_begin = each.kind.value == "keyword-only" and not any(a.startswith("*") for a in arguments)
+        default = "" if each.default is None or star else f" = {each.default}"
+        note = f": {each.annotation}" if each.annotation else ""
+        arguments += [*(["*"] if keywords_begin else []), f"{star}{each.name}{note}{default}"]
+    returned = None if found.is_class else found.annotation
+    result = f" -> {returned}" if returned else ""
+    line = f"{name}({', '.join(arguments)}){result}"
+    if len(line) > 100:
+        line = f"{name}(\n" + "".join(f"    {a},\n" for a in arguments) + f"){result}"
+    return f"```\n{line}\n```"
+
+
+def _docstring(found: Any) -> list[str]:
+    titles = {"parameters": "Arguments:", "attributes": "Attributes:", "raises": "Raises:"}
+    parts = []
+    for section in found.docstring.parsed if found.docstring else ():
+        kind = section.kind.value
+        if kind == "text":
+            parts.append(section.value)
+        elif kind == "returns":
+            parts.append("Returns: " + " ".join(section.value[0].description.split()))
+        elif kind == "admonition":
+            parts.append(f"{section.title}: " + " ".join(section.value.contents.split()))
+        elif kind in titles:
+            items = [(getattr(i, "name", None) or i.annotation, " ".join(i.description.split())) for i in section.value]
+            parts.append(titles[kind] + "\n\n" + "\n".join(f"- `{name}`: {text}" for name, text in items))
+        else:
+            raise ValueError(f"{found.path}: its docstring has a section of {kind}, which nothing writes")
+    return [part.replace("``", "`") for part in parts]
+
+
+def _made(kind: str, what: str) -> str:
+    if kind == "api":
+        return api(what)
     if what.startswith("conf/"):
         return options_table(what.removeprefix("conf/"))
     if what == "metrics":
@@ -125,8 +186,8 @@ def _made(what: str) -> str:
 
 
 def with_tables(markdown: str) -> str:
-    """A page with its tables as they are now."""
-    return MARKED.sub(lambda match: f"<!-- table: {match[1]} -->\n\n{_made(match[1])}\n\n<!-- end -->", markdown)
+    """A page with its tables and its API as they are now."""
+    return MARKED.sub(lambda m: f"<!-- {m[1]}: {m[2]} -->\n\n{_made(m[1], m[2])}\n\n<!-- end -->", markdown)
 
 
 if __name__ == "__main__":
@@ -134,4 +195,4 @@ if __name__ == "__main__":
         text = page.read_text(encoding="utf-8")
         if (new := with_tables(text)) != text:
             page.write_text(new, encoding="utf-8")
-            print(f"{page.relative_to(ROOT)}: tables written")
+            print(f"{page.relative_to(ROOT)}: written")

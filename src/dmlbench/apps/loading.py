@@ -345,11 +345,12 @@ def load(
     modules: Sequence[str] = (),
     config_dir: str | Path | None = None,
 ) -> TrainedModel:
-    """The model of a run directory, or of a folder of ``dmlbench export``; no data set is needed.
+    """Load the model of a run directory or of an exported folder; no data set is needed.
 
     Code is imported from Python's own path and from beside ``config_dir``, never from a folder that the run names.
 
     Args:
+        path: the run directory, or the folder of ``dmlbench export``.
         device: ``auto``, ``cpu`` or ``cuda[:N]``.
         modules: packages of your own whose classes an exported folder may name. Its configuration is data: only
             components of dmlbench's options and of these packages are made. Run directories are taken as they are.

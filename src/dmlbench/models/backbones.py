@@ -457,7 +457,7 @@ def _create(name: str, *, pretrained: bool) -> Any:
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, retries too
     try:
-        if pretrained and cached is None and config.hf_hub_id:
+        if pretrained and cached is None and config is not None and config.hf_hub_id:
             _require_hub(config.hf_hub_id)
         return create_any_size(name, **options)
     except Exception as error:
