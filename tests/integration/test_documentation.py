@@ -298,11 +298,13 @@ def test_the_table_of_frozen_backbones_has_the_published_numbers(repository) -> 
             assert cell.strip("*") == (scores or "–"), (label, head)
 
 
-def test_tables_of_the_pages_are_as_make_docs_writes_them(repository, tables) -> None:
+def test_tables_and_api_of_the_pages_are_as_make_docs_writes_them(repository, tables) -> None:
     for page in (repository / "docs").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert tables.with_tables(text) == text, f"{page.name} has an old table: run make docs"
-        assert text.count("<!-- table:") == text.count("<!-- end -->") == len(tables.MARKED.findall(text)), page.name
+        assert tables.with_tables(text) == text, f"{page.name} is out of date: run make docs"
+        assert (
+            len(re.findall("<!-- (table|api):", text)) == text.count("<!-- end -->") == len(tables.MARKED.findall(text))
+        ), page.name
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.torch
@@ -283,15 +284,26 @@ def test_timm_network_loads_a_file_with_a_classifier(
     assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
 
 
-def test_failing_download_says_what_to_place_where(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["connection", "download"])
+def test_failing_download_says_what_to_place_where(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    asked: list[str] = []
+
     def broken(*_: Any, **__: Any) -> None:
+        asked.append("download")
         raise ValueError("proxy says no")
 
+    def unreachable(*_: Any, **__: Any) -> None:
+        asked.append("connection")
+        if failing == "connection":
+            raise OSError("proxy says no")
+
     monkeypatch.setattr(backbones, "_cached_file", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     monkeypatch.setattr(timm, "create_model", broken)
     message = r"proxy says no.*timm/resnet50\.tv_in1k.*resnet50-0676ba61\.pth.*weights_file=.*pretrained=false"
     with pytest.raises(ConfigError, match=message):
         TimmBackbone("resnet50.tv_in1k", pretrained=True)
+    assert asked == ["connection", "download"][: 1 + (failing == "download")]
 
 
 # --- errors
