@@ -29,7 +29,7 @@ COLUMNS = {
 _STYLED = {"Formula": '<span class="formula">{}</span>'}
 MARKED = re.compile(r"^<!-- (table|api): (\S+) -->\n.*?^<!-- end -->$", flags=re.MULTILINE | re.DOTALL)
 _KEY = re.compile(r"([A-Z][a-z]+): (.+)")
-_OPTION_SET = re.compile(r"(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
+_OPTION_SET = re.compile(r"`[^`]*`|(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
 _CODE = re.compile("(`[^`]*`)")
 
 
@@ -69,7 +69,7 @@ def options(group: str) -> dict[str, dict[str, str]]:
 
 def _cell(text: str) -> str:
     """Markdown of a head's text: what sets an option as code, and all else as it stands."""
-    parts = _CODE.split(_OPTION_SET.sub(r"`\1`", text))
+    parts = _CODE.split(_OPTION_SET.sub(lambda found: f"`{found[1]}`" if found[1] else found[0], text))
     return "".join(p if p.startswith("`") else p.replace("<", "&lt;") for p in parts).replace("|", "\\|")
 
 
@@ -124,7 +124,9 @@ def _package() -> Any:
 def api(path: str) -> str:
     """Markdown of a function or class by the path that imports it, methods with docstrings included."""
     found = _package()[path.removeprefix("dmlbench.")]
-    sections = [f"### `{path}`", _signature(path.rpartition(".")[2], found), *_docstring(found)]
+    signature = [_signature(path.rpartition(".")[2], found)]
+    has_arguments = not found.is_class or len(found.parameters) > 0
+    sections = [f"### `{path}`", *(signature if has_arguments else []), *_docstring(found)]
     for member in found.members.values() if found.is_class else ():
         if member.has_docstring and not member.name.startswith("_"):
             named = f"{found.name}.{member.name}"

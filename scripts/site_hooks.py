@@ -30,6 +30,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links to what lies beside docs/ in the repository, and room for wide tables."""
     if _WIDE.search(markdown):
         page.meta["hide"] = ["toc"]
-    for place, on_the_site in (("../outputs/published", "published"), ("../CONTRIBUTING.md", "contributing.md")):
+    places = {
+        "../outputs/published": "published", "../CONTRIBUTING.md": "contributing.md",
+        "../../outputs/published": "../published",  # from a tutorial
+    }  # fmt: skip
+    for place, on_the_site in places.items():
         markdown = markdown.replace(f"]({place}", f"]({on_the_site}")
     return markdown

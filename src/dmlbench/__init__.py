@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dmlbench.apps.loading import load
     from dmlbench.cli.python_api import evaluate, run, table
+    from dmlbench.types import ConfigError, DataError, DmlbenchError, RunError
 
     __version__: str
 
-__all__ = ["__version__", "evaluate", "load", "run", "table"]
-
-_PLACES = {"load": "apps.loading", "evaluate": "cli.python_api", "table": "cli.python_api", "run": "cli.python_api"}
-"""Modules by the names that come from them."""
+_NAMES = {
+    "apps.loading": ("load",),
+    "cli.python_api": ("evaluate", "run", "table"),
+    "types": ("ConfigError", "DataError", "DmlbenchError", "RunError"),
+}
+_PLACES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = ["ConfigError", "DataError", "DmlbenchError", "RunError", "__version__", "evaluate", "load", "run", "table"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,4 +34,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -1,6 +1,7 @@
 """Check a composed configuration before any data is read."""
 
 import dataclasses
+from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +15,7 @@ from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.models.avsl_distance import BorrowedDistance
-from dmlbench.types import ConfigError, check_file_name, closest, nodes
+from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, nodes
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 _COMPONENTS = (
@@ -47,6 +48,10 @@ def check_values(cfg: DictConfig) -> None:
     check_components(container)
     if "_target_" in (container["logger"] or {}):
         raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")
+    for name, node in (container["logger"] or {}).items():
+        extra = "_target_" in node and getattr(imported(node["_target_"], f"logger.{name}"), "extra", None)
+        if extra and find_spec(extra) is None:
+            raise ConfigError(f"logger={name}: expected the package {extra} to be installed. {how_to_install(extra)}")
     # Losses with vectors of the classes know both sizes; others compare images with each other.
     plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
     with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")

@@ -26,6 +26,7 @@ _SET_BY_BUILD = (
     *("run_dir", "run_id", "configuration"),
 )
 
+_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 _WRITTEN_AS: dict[type, Any] = {bool: bool, int: int, float: (int, float), str: str, Path: str}  # YAML's values
 
 
@@ -90,10 +91,7 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
             )
         annotation = annotations[key] if key in annotations else _type_of(parameters[key].default)
         if not _fits(value, annotation):
-            wanted = _describe(annotation)
-            raise ConfigError(
-                f"{path}.{key} is {value!r} ({type(value).__name__}), but {node['_target_']} wants {wanted}"
-            )
+            raise ConfigError(f"{path}.{key}: got {value!r}, expected {_describe(annotation)}.")
     if not node.get("_partial_"):
         for name in inspect.signature(target).parameters.keys() & parameters.keys():
             if parameters[name].default is inspect.Parameter.empty and name not in node and name not in _SET_BY_BUILD:
@@ -205,8 +203,17 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Literal:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
-    if inspect.isclass(annotation) and not typing.get_args(annotation):
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_describe, typing.get_args(annotation)))
+    if origin is Mapping:
+        return f"{{name: {_describe(typing.get_args(annotation)[1])}}}"
+    if origin in (tuple, list, Sequence):
+        return "a list"
+    if annotation in _IN_WORDS:
+        return _IN_WORDS[annotation]
+    if inspect.isclass(annotation) and origin is None:
         return annotation.__name__
     return str(annotation).replace("typing.", "")

@@ -244,7 +244,7 @@ def record_recipe(cfg: DictConfig) -> None:
         return
     if "refusal" in facts:
         raise ConfigError(facts["refusal"])
-    log.info("recipe %s, side %s", facts["name"], facts["side"])
+    log.info("recipe=%s recipe.side=%s", facts["name"], facts["side"])
     composed = flatten(OmegaConf.to_container(cfg, resolve=False))
     wanted = facts.pop("values")
     facts["overridden"] = {k: value for k, value in wanted.items() if k not in composed or composed[k] != value}

@@ -33,7 +33,7 @@ from dmlbench.training.fit import BEST, HISTORY, LAST, FitResult, OnValidation, 
 from dmlbench.training.log import read_history
 from dmlbench.training.signals import StopSignal
 from dmlbench.training.stage_plan import Plan, load_plan, plan_of, save_plan
-from dmlbench.types import EmbeddingSet, ImageTable, Pruned, RunError, RunInUse, Split, flatten
+from dmlbench.types import EmbeddingSet, ImageTable, Pruned, RunError, RunInUse, Split, counted, flatten
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,14 @@ def _run(
     if setup.ranks.is_first:
         runtime.atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
     images, classes = len(data.split.train), int(data.class_index.max()) + 1
-    log.info("%s on %s: %d training images of %d classes", run_dir, device, images, classes)
+    counts = f"{counted(images, 'training image')} of {counted(classes, 'class')}"
+    log.info("%s on %s: %s", run_dir, device, counts)
+    val = data.split.val
+    if val is not None and settings.max_steps and len(np.unique(data.table.labels[val.rows])) == 1:
+        log.warning(
+            "validation has 1 class, on which every score is 1; expected 2 or more. Add classes, or set a protocol "
+            "with fewer parts, such as held_out."
+        )
     if notes := data.table.notes:
         log.warning("%s is not as published: %s; scores may not compare with papers", data.table.name, "; ".join(notes))
     if device.type == "cuda":
@@ -282,7 +289,7 @@ def _run(
     store.write_result(run_dir, result)
     _tidy(run_dir, settings.keep)
     summary = ", ".join(f"{name} {value:.4f}" for name, value in scores["test" if test else "val"].items())
-    log.info("%s: %s after %d steps, %s: %s", run_dir.name, progress.stop_reason, progress.step,
+    log.info("%s: finished after %s (%s), %s: %s", run_dir.name, counted(progress.step, "step"), progress.stop_reason,
              "test" if test else "validation", summary)  # fmt: skip
 
 
@@ -293,7 +300,7 @@ def warn_at_chance(test: Evaluation) -> None:
     if score is not None and score <= mean + 2 * std:
         log.warning(
             "test P@1 is within two standard deviations of chance: got %.2f %%, random rankings have %.2f %%. "
-            "Set another optim.lr, or train for more steps.",
+            "Look for a setting (optim.lr, fit.max_steps) whose validation score rises.",
             100 * score, 100 * mean,
         )  # fmt: skip
 

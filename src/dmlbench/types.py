@@ -214,6 +214,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, such as "1 run", "2 runs" or "3 classes"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def check_file_name(name: object, key: str = "name") -> None:
     """Raise ConfigError unless the value of ``key`` can name files."""
     if not is_file_name(str(name)):
@@ -231,22 +236,28 @@ def num_launched() -> int:
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
-def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS) -> str:
-    """For error messages: the known name nearest to a misspelt one, and at most ``most`` known names."""
+def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, prefix: str = "") -> str:
+    """For error messages: the known name nearest to a misspelt one, after ``prefix``, and at most ``most`` names."""
     import difflib
 
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    swapped = {f"{name[:i]}{name[i + 1]}{name[i]}{name[i + 2 :]}" for i in range(len(name) - 1)}
+    near = [each for each in known if each in swapped] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     most = min(most, _NAMES_IN_ERRORS) if near else most
     listing = ", ".join(sorted(known)[:most])
     if len(known) > most:
         listing += f" and {len(known) - most:,} more"
-    return f"did you mean '{near[0]}'? known: {listing}" if near else f"known: {listing}"
+    return f"did you mean '{prefix}{near[0]}'? known: {listing}" if near else f"known: {listing}"
 
 
 def shorten(names: Sequence[str] | NDArray[np.str_], *, most: int = 10) -> str:
     """The first names and how many more there are, for messages."""
     shown = ", ".join(str(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def how_to_install(extra: str) -> str:
+    """For error messages: the command that installs an extra of the package."""
+    return f"Run `pip install '.[{extra}]'` in a checkout of dmlbench."
 
 
 def missing_module(module: str, part: str, config_dir: object = None) -> str:

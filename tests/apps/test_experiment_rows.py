@@ -13,7 +13,7 @@ from dmlbench.apps.experiment_rows import (
     paper_tables,
     reproduce_of,
     rows_of_paper,
-    states,
+    state_of,
 )
 from dmlbench.cli.reproduce import grid
 from dmlbench.config import config_folder
@@ -152,6 +152,6 @@ def test_the_list_has_every_table_of_the_papers_and_every_figure_with_an_experim
     assert len(names) == len(set(names))
     assert not {"avsl/base", "demo"} & set(names)
     known = experiments(folders)
-    assert list(states("gsp/figure3", reproduce_of(known["gsp/figure3"]), True)) == ["needs tokens"]
-    assert list(states("gsp/table3", TABLE3, True)) == ["1 row, 9 quoted, 2 needs"]
-    assert list(states("gsp/table3", {}, False)) == ["no experiment"]
+    assert state_of("gsp/figure3", reproduce_of(known["gsp/figure3"]), True) == "cannot be run"
+    assert state_of("gsp/table3", TABLE3, True) == "1 row, 9 quoted, 2 cannot be run"
+    assert state_of("gsp/table3", {}, False) == "no experiment"

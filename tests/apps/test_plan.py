@@ -142,15 +142,15 @@ def test_mixed_code_and_data_are_named(tmp_path: Path) -> None:
     for run, changes in zip(plan.runs, ({}, {"git_commit": "def"}, {"dataset_fingerprint": "g" * 64}), strict=False):
         _write(run, **changes)
     code, data = mixtures(plan.refreshed().runs, to_do=False)
-    assert code == "MIXED CODE: abc (2 runs), def (1 runs)"
-    assert data == f"MIXED DATA: glyphs with the fingerprints {'f' * 12} (2 runs), {'g' * 12} (1 runs)"
+    assert code == "MIXED CODE: abc (2 runs), def (1 run)"
+    assert data == f"MIXED DATA: glyphs with the fingerprints {'f' * 12} (2 runs), {'g' * 12} (1 run)"
     same = [run for run in plan.refreshed().runs if run.result.get("git_commit") == "abc"][:1]
     assert mixtures(same, to_do=False) == []
     (added,) = mixtures(same, to_do=True)
     assert str(git_commit())[:12] in added
     _write(plan.runs[0], weights_code="xyz")
     both, *_ = mixtures([run for run in plan.refreshed().runs if run.result.get("git_commit") == "abc"], to_do=False)
-    assert both == "MIXED CODE: abc (2 runs), xyz (1 runs)"
+    assert both == "MIXED CODE: abc (2 runs), xyz (1 run)"
 
 
 def test_times_are_those_of_complete_runs_of_the_config_else_of_its_kind(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ SHORT = (
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = "import sys, dmlbench; dir(dmlbench); print([m for m in ('torch', 'hydra', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert set(db.__all__) == set(dir(db)) and issubclass(db.ConfigError, db.DmlbenchError)
     with pytest.raises(AttributeError, match="module 'dmlbench' has no attribute 'lode'"):
         db.lode  # noqa: B018
 
@@ -58,6 +59,7 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
         db.run("poolin=gsp")
     rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
     assert db.evaluate(rows, labels).scores == evaluate_arrays(rows, labels).scores
+    assert db.evaluate(rows, np.array(["b", "a", "c"])[labels]).scores == evaluate_arrays(rows, labels).scores
     with pytest.raises(TypeError, match="rows in memory need labels"):
         db.evaluate(rows)
 

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -383,6 +384,18 @@ def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[st
     assert browser.find_element(By.ID, "title").text == hostile
     assert browser.execute_script("return window.taken") is None
     assert browser.get_log("browser") == []
+
+
+def test_configs_of_other_images_have_no_images_beside_those_of_the_first(
+    configs: list[ConfigSummary], tmp_path: Path
+) -> None:
+    first = next(config for config in configs if config.label == "gap")
+    other = dataclasses.replace(first, label="other", summary={**first.summary, "n_query": 10**6})
+    assert page.that_can_be_shown([first, other]) == [first]
+    group = {("glyphs", "mlrc"): [first, other]}
+    options = {"num_queries": 1, "num_nearest": 1, "num_classes": 1, "with_overlays": True, "device": "cpu"}
+    page.write_page(group, tmp_path / "page.html", spec=SPEC, **options)
+    assert "tested on other images than gap" in (tmp_path / "page.html").read_text()
 
 
 def test_a_missing_or_damaged_file_of_a_trained_run_is_said(

@@ -31,6 +31,7 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["dataset=omniglot/*"], "omniglot=* is unknown"),
         (["loss._target_=pytorch_metric_learning.losses.NTXentLoss", "+loss.temperature=nan"], "temperature is nan"),
         (["--fast"], "unrecognized arguments: --fast; see dmlbench train --help"),
+        (["--shard", "2/3"], "--shard: got dmlbench train, expected dmlbench reproduce. To share a sweep, start "),
         (["--why", "-m"], "--why explains one run"),
         (["--config-dir"], "--config-dir/-cd: expected one argument"),
         (["--config-dir", "nowhere"], "--config-dir: nowhere is not a folder"),
@@ -197,3 +198,9 @@ def test_sweeps_exchange_components_and_timm_s_models_have_their_names(composed)
     assert [cfg.runtime.choices.loss for cfg in configs] == ["CircleLoss", "NTXentLoss"]
     cfg = composed("backbone=timm", "backbone.name=resnet10t.c3_in1k", "backbone.pretrained=false")
     assert cfg.runtime.choices.backbone == "resnet10t.c3_in1k"
+
+
+def test_help_describes_values_by_the_comments_of_the_command(command) -> None:
+    out = command("data", "--help")
+    assert "decode: true  # verify: look at every image; false counts only, in seconds\n" in out
+    assert "glyphs_collage" not in out.partition("Values:")[2]

@@ -135,7 +135,7 @@ def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, command, 
     (protocol / "config/fold0_rep2").symlink_to(protocol / "config/fold0_rep2")
     out = command("clean", "*", "ask=false")
     assert "left alone, behind a link: outputs/glyphs/mlrc/linked/fold0_rep0" in out
-    assert "removed 1 runs" in out
+    assert "removed 1 run" in out
     assert (tmp_path / "elsewhere/fold0_rep0/result.json").exists()
     assert not (protocol / "config/fold0_rep0").exists()
 

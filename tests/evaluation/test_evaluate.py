@@ -276,7 +276,7 @@ def test_settings_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         EvaluationSpec(recall_at=())
     assert EvaluationSpec(recall_at=(), metrics=("map_at_r",)).score_names == ("map_at_r",)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"dmlbench\[faiss-cpu\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[faiss-cpu\]'"):
         evaluate(difficult_set(0), None, EvaluationSpec(back_end="faiss"))
     assert evaluate(difficult_set(0)).n_query == 90  # "auto" does without faiss
 

@@ -98,13 +98,21 @@ def test_verify_names_what_is_broken_and_fails(data: Command, animals: Path) -> 
     Image.new("L", (8, 30)).save(animals / "class2" / "grey.png")
     out, _ = data("verify", "folder", code=1)
     assert "  cannot be read: 1\n    class0/0.jpg: " in out
-    assert (
-        "identical images: 1 groups of 2 images in all; 1 groups across classes, 1 across training and test half" in out
-    )
+    assert "identical images: 1 group of 2 images in all; 1 across classes, 1 across training and test half" in out
     assert "class1/1.jpg = class3/twin.jpg" in out
     assert "converted to RGB when read: 1 L" in out
     assert "smaller than 16 pixels: 1\n    class2/grey.png" in out
     assert out.splitlines()[-1] == "1 of 14 images cannot be read; replace these files."
+
+
+def test_verify_fails_where_nothing_can_be_trained(data: Command, animals: Path) -> None:
+    (animals / "list.csv").write_text("path,label\nclass0/0.jpg,a\nclass0/1.jpg,a\n")
+    out, _ = data("verify", "folder", "dataset.table.csv=list.csv", code=1)
+    assert "folder: 2 images of 1 class\n" in out
+    assert "on disk but not listed: 10\n" in out
+    assert out.splitlines()[-1] == (
+        "train: got 0 classes, expected 2 or more. `dmlbench train` cannot use this data set."
+    )
 
 
 def test_prepare_extracts_archives_and_verify_recognizes_a_subset(data: Command, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_table_is_run_once_printed_and_written(whole: tuple[Path, str], done: 
 
 
 @pytest.mark.slow
-def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: Path, capsys) -> None:
+def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: Path, capsys, monkeypatch) -> None:
     tables = done / "out" / "tables" / "gsp"
     reproduce(capsys, "gsp/table2", "run_missing=false")
     before = {path: path.read_bytes() for path in tables.iterdir()}
@@ -188,12 +188,16 @@ def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: P
     assert {path: path.read_bytes() for path in before} == before
 
     listed, _ = reproduce(capsys, "--list")
-    assert max(map(len, listed.partition("\n\n")[0].splitlines())) <= 120
     (line,) = [line for line in listed.splitlines() if line.startswith("gsp/table2 ")]
-    assert line.split(maxsplit=1)[1].startswith("3 rows, 22 needs ")
+    assert line.split(maxsplit=1)[1] == "3 rows, 22 cannot be run"
     states = dict(line.split(maxsplit=1) for line in listed.partition("\n\n")[0].splitlines())
-    assert states["gsp/figure3"].startswith("needs tokens")
+    assert re.fullmatch("cannot be run +Needs tokens[.]", states["gsp/figure3"])
     assert re.match("rows without scores +R@1 over the temperature", states["proxynca_pp/figure4a"])
+    assert max(map(len, states.values())) > 200  # whole titles for a file or a pipe
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    listed, _ = reproduce(capsys, "--list")
+    assert max(map(len, listed.partition("\n\n")[0].splitlines())) == 100
 
 
 def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
@@ -235,7 +239,7 @@ def test_a_dry_run_fails_where_something_is_missing(folder: Path, capsys) -> Non
     (folder / "file").touch()
     line = ("gsp/table2", "dataset=cub200", "fold=0", "--dry-run")
     out, error = reproduce(capsys, *line, code=1)
-    assert "to run here: 2\n  glyphs/mlrc/resnet20_small: 2 runs, time unknown: data or weights are missing\n" in out
+    assert "to run here: 2\n  glyphs/mlrc/resnet20_small: 2 runs, time unknown: weights missing\n" in out
     assert "not planned: fit.max_steps: got -1" in out
     last = error.splitlines()[-1]
     assert last.startswith("dmlbench: error: 2 of 2 runs cannot start: fit.max_steps: got -1")
@@ -272,7 +276,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     write_json(run / RESULT, {**read_result(run), "git_commit": "another"})
     _, error = reproduce(capsys, *ONE, code=2)
     assert "gsp/table2: MIXED CODE: " in error
-    assert "another (1 runs). Set allow_mixed=true" in error
+    assert "another (1 run). Set allow_mixed=true" in error
     out, _ = reproduce(capsys, *ONE, "allow_mixed=true")
     assert "C2+GAP: MIXED CODE: " in out
     out, _ = reproduce(capsys, *ONE, "--dry-run")
@@ -296,7 +300,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
         (["mine", "rows=a"], "mine has no rows by name"),
         (["gsp/table2", "tune=maybe"], "tune: got maybe, expected true or false."),
         (["gsp/table2", "fold=a"], "fold[0]: got a, expected a whole number."),
-        (["gsp/table2", *HALF, "fit.max_step=1"], "has no key 'fit.max_step': did you mean 'max_steps'"),
+        (["gsp/table2", *HALF, "fit.max_step=1"], "has no key 'fit.max_step': did you mean 'fit.max_steps'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[str], said: str) -> None:
@@ -329,7 +333,7 @@ def test_runs_of_other_processes_are_skipped_and_named(done: Path, capsys) -> No
         out, error = reproduce(capsys, *ONE)
     assert "training images" not in error
     assert error.count("skipped: ") == 1 and f"{run}" in error
-    assert f"running in other processes: 1 runs ({run})" in out
+    assert f"running in other processes: 1 run ({run})" in out
     out, error = reproduce(capsys, *ONE)
     assert "running in other processes" not in out
     assert error.count("training images of") == 1
@@ -339,7 +343,7 @@ def test_runs_of_other_processes_are_skipped_and_named(done: Path, capsys) -> No
 def test_a_grid_is_a_table_with_its_additional_configs(done: Path, capsys) -> None:
     out, _ = reproduce(capsys, "mine", "--shard", "2/2", "--dry-run")
     assert "3 configs, 6 runs: 2 missing, 4 done\nto run here: 1, about 1 s\n" in out
-    assert "untrained: 1 runs, about 1 s per run (1 embedding batch of pooling=gmp fit.max_steps=0)" in out
+    assert "untrained: 1 run, about 1 s per run (1 embedding batch of pooling=gmp fit.max_steps=0)" in out
     out, error = reproduce(capsys, "mine", "fold=0")
     assert error.count("training images of") == 1
     text = (done / "out/tables/mine.md").read_text()

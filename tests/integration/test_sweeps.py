@@ -94,7 +94,8 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     assert total == "2 configs, 4 runs: 1 done, 3 missing"
     assert to_run.startswith("to run here: 3, about ")
     means = {"mean of complete runs)", "mean of complete runs of this kind)"}
-    assert {line.partition("(")[2] for line in times} == means
+    assert {line.rpartition(" (")[2] for line in times} == means
+    assert {line.partition(":")[0].rpartition(" ")[2] for line in times} == {"(pooling=gap)", "(pooling=gmp)"}
     assert len(find_runs("out")) == 1
     error = command("train", "dataset=cub200", "paths.data_dir=nowhere", "--dry-run", code=1)
     assert "1 of 1 runs cannot start: " in error and "nowhere" in error
@@ -109,8 +110,16 @@ def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys
         warn_of_jobs([[*TINY, f"fold={fold}", loss] for fold in (0, 9) for loss in ("loss=triplet", "+loss.x=1")])
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("dmlbench: fold=0 +loss.x=1 will fail: loss.x is not an argument of ")
-    assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3."
+    assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3, the folds of the protocol."
     assert third.startswith("dmlbench: fold=9 +loss.x=1 will fail: loss.x ")
+
+
+def test_a_sweep_whose_jobs_all_fail_the_check_starts_none(tmp_path: Path, command, monkeypatch) -> None:
+    monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path / "out"))
+    error = command("train", "-m", *TINY, "fold=7", "repeat=0,1", code=2)
+    expected = "all 2 runs would fail: fold: got 7, expected 0 to 3, the folds of the protocol."
+    assert error == f"dmlbench: error: {expected}\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_run_of_a_sweep_starts_with_its_position_and_the_remaining_time(monkeypatch, caplog) -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmlbench.models.net import PooledModel
-from dmlbench.models.pooling.base import Pooling
+from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.global_pooling import Gap
 from dmlbench.models.pooling.gsp import Gsp
@@ -83,6 +83,17 @@ def test_channels_that_do_not_fit_are_named() -> None:
         PooledModel(ResNet20(), Gap(), Projection(32, 6))
     with pytest.raises(ConfigError, match=r"\(2, 4\), expected 5 channels"):
         Projection(5, 3)(torch.zeros(2, 4))
+
+
+def test_a_pooling_that_does_not_project_is_named() -> None:
+    class Average(Pooling):
+        def forward(self, x: Tensor, project: Projection) -> Pooled:
+            return Pooled(x.mean(dim=(2, 3)))
+
+    backbone = ResNet20()
+    model = PooledModel(backbone, Average(), Projection(backbone.channels[-1], 8))
+    with pytest.raises(ConfigError, match=r"Average: got embeddings of \(2, 64\), expected \[B, 8\]"):
+        model(torch.rand(2, 3, 32, 32))
 
 
 def test_projection_of_a_map_is_the_projection_of_every_pixel() -> None:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composed import composed
 from numpy.typing import NDArray
 from PIL import Image
 
+from dmlbench.runner import run
 from dmlbench.runtime import random_state
 from dmlbench.training.log import History, Logger, MlflowLogger, TensorBoardLogger, WandbLogger, read_history
 from dmlbench.types import ConfigError, RunError
@@ -223,10 +225,16 @@ def test_mlflow_resumes_one_run_in_a_local_database(tmp_path) -> None:
     assert np.array_equal(np.asarray(Image.open(written).convert("RGB")), picture)
 
 
-def test_mlflow_that_is_not_installed_is_an_error_before_data_are_read(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match=r"Install dmlbench\[mlflow\]"):
-        MlflowLogger(run_dir=tmp_path, run_id="1", configuration="", tracking_uri="sqlite:///x.db")
+@pytest.mark.parametrize("name", ["mlflow", "tensorboard"])
+def test_a_logger_that_is_not_installed_is_an_error_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    cfg = composed(f"logger={name}")
+    cfg.paths.output_dir = str(tmp_path / "out")
+    with pytest.raises(ConfigError, match=rf"logger={name}: .* `pip install '\.\[{name}\]'`"):
+        run(cfg)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -74,34 +74,34 @@ def find_configs(
 ) -> dict[tuple[str, str], list[ConfigSummary]]:  # fmt: skip
     """Aggregated configs by (data set, protocol), trained ones first.
 
-    Requested scores that a summary lacks are computed and kept. Configs that lack runs are left out with a warning,
-    unless ``allow_partial`` takes them.
+    Runs are summarized, and requested scores computed and kept, where that was not done yet. Configs that lack runs are
+    left out with a warning, unless ``allow_partial`` takes them, and trials of searches as ``without_trials`` does.
 
     Args:
         left_out: gets every config that is left out, with the reason; also those that cannot be read; these raise the
             error if this is None.
 
     Raises:
-        RunError: no config is complete; a config is not aggregated.
+        RunError: no config is complete.
     """
-    configs = store.runs_by_config(store.find_runs(output_dir, pattern))
+    configs = store.without_trials(store.runs_by_config(store.find_runs(output_dir, pattern)), pattern)
     if not configs:
         raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
     grouped: dict[tuple[str, str], list[Found]] = {}
-    incomplete = ""
+    incomplete: list[str] = []
     for path, runs in configs.items():
         try:
             reason = _incomplete(path, runs, allow_partial=allow_partial)
             if not reason:
                 if left_out is not None:
                     _require_readable([run.path for run in runs if run.state == "done"])
-                summary = _summary(output_dir, path, runs, spec, allow_partial=allow_partial)
+                summary = _summary(path, runs, spec, allow_partial=allow_partial)
         except DmlbenchError as error:
             if left_out is None:
                 raise
             reason = f"{path} ({error})"
         if reason:
-            incomplete = reason
+            incomplete.append(reason)
             log.warning("%s is left out", reason)
             if left_out is not None:
                 left_out.append(reason)
@@ -109,21 +109,17 @@ def find_configs(
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
         raise RunError(
-            f"no config that matches '{pattern}' is complete and readable: {incomplete}; `dmlbench status` lists them, "
-            "allow_partial=true takes configs with missing runs"
+            f"No config that matches '{pattern}' is complete and readable: {incomplete[0]}"
+            + f" and {len(incomplete) - 1} more" * (len(incomplete) > 1)
+            + ". Set allow_partial=true to show configs with missing runs; `dmlbench status` lists the runs."
         )
     return named_configs(grouped)
 
 
-def _summary(
-    output_dir: str, path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool
-) -> dict[str, Any]:
+def _summary(path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool) -> dict[str, Any]:
     """The summary of a config's present runs, with the scores of ``spec``."""
     summary = read_aggregate(path)
-    if summary is None or not is_current(path, summary):
-        how = "not aggregated" if summary is None else "aggregated from other runs than lie there now"
-        raise RunError(f"{path} is {how}; run `dmlbench aggregate 'configs={path.relative_to(output_dir)}'`")
-    if has_scores(summary, spec):
+    if summary is not None and is_current(path, summary) and has_scores(summary, spec):
         return summary
     return aggregate_config(
         runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=shows_progress()
@@ -331,7 +327,7 @@ def _notes_of_pairs(
     corrected = f", corrected over {count} configs (Holm)" if count > 1 else ""
     caveats_of_first = dict.fromkeys(note for one in found for note in one.caveats[0])
     notes = [
-        f"A: {first}; percent (distances as they are); p of a two-sided paired t test{corrected}",
+        f"A: {first}; percent, class distances unscaled; p of a two-sided paired t test{corrected}",
         *by_fact(spans, others),
         *by_row([list(caveats_of_first), *(one.caveats[1] for one in found)], labels),
         *(f"PARTIAL: without {', '.join(one.left_out)}" for one in found if one.left_out),
@@ -344,10 +340,13 @@ def _notes_of_pairs(
 
 
 def compare_configs(
-    output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, allow_partial: bool = False
+    output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, among: str = "**", allow_partial: bool = False
 ) -> PairedConfigs:
-    """Compare the configs that two patterns name, on complete runs; scores that a run lacks are computed and kept."""
-    found = [_runs_of_config(output_dir, pattern) for pattern in patterns]
+    """Compare the configs that two patterns name, on complete runs; scores that a run lacks are computed and kept.
+
+    ``among`` is a third pattern, which both configs must match.
+    """
+    found = [_runs_of_config(output_dir, pattern, among) for pattern in patterns]
     configs = [runs[0].path.parent for runs in found]
     if len(set(configs)) != 2:
         raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
@@ -382,11 +381,13 @@ def compare_configs(
     return PairedConfigs(configs[0], configs[1], examples, differences, left_out, (first, second))
 
 
-def _runs_of_config(output_dir: str, pattern: str) -> list[RunInfo]:
-    configs = list(store.runs_by_config(store.find_runs(output_dir, pattern)))
+def _runs_of_config(output_dir: str, pattern: str, among: str) -> list[RunInfo]:
+    requested = store.runs_by_config(store.find_runs(output_dir, among))
+    configs = [path for path in store.runs_by_config(store.find_runs(output_dir, pattern)) if path in requested]
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
-        raise RunError(f"'{pattern}' must match one config under {output_dir}; it matches {found}")
+        remedy = "Use a longer pattern, or restrict both by configs=" if configs else "`dmlbench status` lists them"
+        raise RunError(f"compare: '{pattern}' matches {found} under {output_dir}, expected one config. {remedy}.")
     return store.runs_in(configs[0])  # also those beyond a pattern of runs
 
 

@@ -21,7 +21,7 @@ Scores that the paper took from others are *quoted*. Experiments without a paper
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,7 +33,7 @@ from dmlbench import papers
 from dmlbench.config import key_of
 from dmlbench.external_files import Schema, load_yaml, validated
 from dmlbench.papers import PaperScore, load_table, why_quoted
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, closest, counted
 
 QUOTED = "quoted"
 COORDINATES = ("fold", "repeat")
@@ -252,21 +252,21 @@ def title_of(file: Path) -> str:
     return re.sub(r"^(Table|Figure|Appendix) [^:]*: ", "", text)
 
 
-def states(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> Iterator[str]:
-    """The line of ``dmlbench reproduce --list`` about a table, in parts."""
+def state_of(name: str, reproduce: Mapping[str, Any], has_experiment: bool) -> str:
+    """What can be run of a table, for ``dmlbench reproduce --list``."""
     if not has_experiment:
-        yield "no experiment"
-    elif commands := reproduce.get("commands"):
-        yield "1 command" if len(commands) == 1 else f"{len(commands)} commands"
-    elif name not in papers.tables():
-        yield instead_of_rows(reproduce) or "rows without scores"
-    elif not reproduce:
-        yield "its own grid"
-    else:
-        kinds: dict[str, set[str]] = {"rows": set(), "quoted": set(), "needs": set()}
-        for row in rows_of_paper(name, reproduce, {}):
-            kinds[row.blocker.partition(" ")[0] or "rows"].add(row.label)
-        counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in kinds.items() if rows)
-        yield re.sub("^1 rows", "1 row", counts)
-        if told := instead_of_rows(reproduce):
-            yield told
+        return "no experiment"
+    if commands := reproduce.get("commands"):
+        return counted(len(commands), "command")
+    if reproduce.get("needs"):
+        return "cannot be run"
+    if name not in papers.tables():
+        return "rows without scores"
+    if not reproduce:
+        return "its own grid"
+    labels: dict[str, set[str]] = {"": set(), QUOTED: set(), "needs": set()}
+    for row in rows_of_paper(name, reproduce, {}):
+        labels[row.blocker.partition(" ")[0]].add(row.label)
+    rows, quoted, blocked = map(len, labels.values())
+    parts = {counted(rows, "row"): rows, f"{quoted} quoted": quoted, f"{blocked} cannot be run": blocked}
+    return ", ".join(part for part, count in parts.items() if count)

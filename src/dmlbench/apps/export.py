@@ -27,7 +27,7 @@ from dmlbench.results.caveats import caveats
 from dmlbench.results.store import CONFIG
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, file_sha256, package_versions, whole_folder, write_json
-from dmlbench.types import ConfigError, RunError, check_choice
+from dmlbench.types import ConfigError, RunError, check_choice, how_to_install
 
 GRAPHS = {"torch_export": "model.pt2", "onnx": "model.onnx"}
 """Files by the names of their formats."""
@@ -142,7 +142,7 @@ def of_format(name: str, program: ExportedProgram, model: TrainedModel) -> bytes
             torch.export.save(program, buffer)
         return buffer.getvalue()
     if missing := [package for package in _ONNX_PACKAGES if importlib.util.find_spec(package) is None]:
-        raise NoGraph(f"onnx needs {' and '.join(missing)}: pip install 'dmlbench[export]'")
+        raise NoGraph(f"onnx needs {' and '.join(missing)}. {how_to_install('export')}")
     import onnxruntime
 
     with _quiet(), _as_no_graph(name, model):

@@ -25,7 +25,7 @@ from dmlbench.results.rules import spec_of_run
 from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import cached_sha256, git_commit, shows_progress
-from dmlbench.types import DmlbenchError, RunInUse
+from dmlbench.types import DmlbenchError, RunInUse, counted
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
@@ -243,11 +243,11 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
         code[git_commit() or __version__] += 0
     found = []
     if len(code) > 1:
-        listed = ", ".join(f"{name[:12]}{'+changes' * ('+' in name)} ({count} runs)" for name, count in code.items())
+        listed = ", ".join(f"{name[:12]}{'+changes' * ('+' in name)} ({counted(n, 'run')})" for name, n in code.items())
         found.append(f"MIXED CODE: {listed}")
     for dataset, prints in data.items():
         if len(prints) > 1:
-            listed = ", ".join(f"{name} ({count} runs)" for name, count in prints.items())
+            listed = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in prints.items())
             found.append(f"MIXED DATA: {dataset} with the fingerprints {listed}")
     return found
 

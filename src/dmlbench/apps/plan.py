@@ -150,6 +150,7 @@ class Inputs:
     """The data sets and weights of configs, by ``sha256``."""
 
     missing: Mapping[str, DmlbenchError]  # why runs cannot start
+    kinds: Mapping[str, str]  # what is missing: "data", "weights" or both
     notes: Mapping[str, tuple[str, ...]]  # how a data set differs from the published one
 
 
@@ -166,7 +167,14 @@ def load_inputs(configs: Iterable[PlannedConfig]) -> Inputs:
         except Exception:  # the run reports it, with more context
             continue
     missing = {c.sha256: errors[node] for c in configs for node in reversed(c.inputs) if node in errors}
-    return Inputs(missing, {config.sha256: notes.get(config.inputs[0], ()) for config in configs})
+    kinds = {
+        c.sha256: " and ".join(
+            kind for node, kind in zip(c.inputs, ("data", "weights"), strict=False) if node in errors
+        )
+        for c in configs
+        if c.sha256 in missing
+    }
+    return Inputs(missing, kinds, {config.sha256: notes.get(config.inputs[0], ()) for config in configs})
 
 
 def require_writable(folder: str) -> None:

@@ -15,7 +15,7 @@ from dmlbench.experiment import Experiment
 from dmlbench.identity import PlannedConfig
 from dmlbench.models.net import PooledModel
 from dmlbench.training.fit import fit
-from dmlbench.types import RetrievalSet, duration
+from dmlbench.types import RetrievalSet, counted, duration
 
 _TIMED_STEPS = 2
 
@@ -125,4 +125,4 @@ def total_time(runs: Sequence[Run], times: Mapping[str, RunTime]) -> str:
         return ""
     total = f"{'at most' if any(each.is_bound for each in known) else 'about'} {duration(sum(seconds))}"
     unknown = len(runs) - len(seconds)
-    return f"{total}, plus {unknown} runs of unknown time" if unknown else total
+    return f"{total}, plus {counted(unknown, 'run')} of unknown time" if unknown else total

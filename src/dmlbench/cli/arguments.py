@@ -65,6 +65,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(name: str, arguments: Sequence[str]) -> CommandLine:
     """Split the arguments of the command ``name`` into options, words and overrides, in any order."""
+    if name != "reproduce" and any(argument.partition("=")[0] == "--shard" for argument in arguments):
+        raise ConfigError(
+            f"--shard: got dmlbench {name}, expected dmlbench reproduce. To share a sweep, start the same command in "
+            "several shells."
+        )
     parser = _Parser(prog=f"dmlbench {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true", dest="is_sweep")

@@ -99,7 +99,7 @@ def _verify(args: Any, name: str) -> None:
 
     from dmlbench.data.image_table import counts_by_role
     from dmlbench.data.preparation.catalog import SOURCES
-    from dmlbench.data.preparation.verify import Report, findings, unlisted, verdict, verify
+    from dmlbench.data.preparation.verify import Report, findings, too_few_classes, unlisted, verdict, verify
     from dmlbench.data.published_images import deviations_of_sample
     from dmlbench.runtime import available_cores
 
@@ -115,16 +115,19 @@ def _verify(args: Any, name: str) -> None:
     if counts != "published" and args.dataset["table"].get("check_counts") is True and not is_part:
         counts = "as asked"
     sys.stdout.flush()
+    has_list = args.dataset["table"].get("csv") is not None  # others share their root with other data sets
     if args.decode:
         bar: Any = tqdm(total=len(table), desc=f"{name}: images", unit="image", disable=None, leave=False)
         with bar:
-            report = verify(table, num_threads=args.jobs or available_cores(), watch=bar.update)
+            report = verify(table, num_threads=args.jobs or available_cores(), watch=bar.update, whole_root=has_list)
     else:
         found = deviations_of_sample(table.root, table.paths.tolist(), table.originals) if table.originals else ()
-        report = Report(deviations=found, unlisted=tuple(unlisted(table)))
+        report = Report(deviations=found, unlisted=tuple(unlisted(table, whole_root=has_list)))
     print("\n".join(findings(report)))
     print(verdict(report, counts, num_images=len(table), num_published=num_published))
-    if report.broken:
+    if few := too_few_classes(table):
+        print(few)
+    if report.broken or few:
         sys.exit(1)
 
 

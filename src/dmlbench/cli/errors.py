@@ -11,19 +11,19 @@ import sqlite3
 import sys
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from dmlbench.cli.hydra_command import SweepFailed
 from dmlbench.config import config_folder
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
-from dmlbench.types import ConfigError, DmlbenchError, closest
+from dmlbench.types import ConfigError, DmlbenchError, closest, flatten
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
 _OTHER_FILE = "Choose another file or folder."
@@ -35,6 +35,14 @@ _REMEDIES = {
 _OF_FILES = (UnicodeError, json.JSONDecodeError, csv.Error, pickle.UnpicklingError, zipfile.BadZipFile, sqlite3.Error)
 _NO_MEMORY = re.compile("out of memory|can(no|')t allocate memory|not enough memory|failed to map segment|NULL without")
 """What torch, the dynamic linker and Python (SystemError) say where memory is limited."""
+_ALIASES = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "steps"), "fit.max_steps"),
+    **dict.fromkeys(("early_stopping", "early_stopping_patience"), "fit.patience"),
+    "batch_size": "sampler.classes_per_batch",
+    "learning_rate": "optim.lr",
+    "seed": "base_seed",
+}
+"""Keys by their names in other frameworks."""
 _EXPECTED = {
     "is not a valid bool": "true or false",
     "could not be converted to Integer": "a whole number",
@@ -126,11 +134,14 @@ def explain(error: Exception) -> str:
     cause = root_cause(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        return f"{group}={option} is unknown: {closest(option, list(error.options))}"
+        written = ". Every run writes history.csv." if group == "logger" else ""
+        return f"{group}={option} is unknown: {closest(option, list(error.options))}{written}"
     if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and "not in" in str(cause):
-        parent = cause.parent_node
-        known = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
-        return f"the configuration has no key '{cause.full_key}': {closest(str(cause.key), known)}"
+        key, parent = str(cause.key), cause.parent_node
+        known = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
+        prefix = str(cause.full_key).removesuffix(key)
+        nearest = closest(key, known, prefix=prefix) if prefix else closest_key(key, known, parent)
+        return f"the configuration has no key '{cause.full_key}': {nearest}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} is missing: expected {cause.full_key}=<value>"
     expected = next((kind for said, kind in _EXPECTED.items() if said in str(cause)), None)
@@ -144,6 +155,14 @@ def explain(error: Exception) -> str:
     if missing := re.match(r"Could not override '([^']+)'\. No match in the defaults list", message):
         return f"'{missing[1]}' is no configuration group: {closest(missing[1], groups())}"
     return message
+
+
+def closest_key(name: str, known: Sequence[str], config: Any) -> str:
+    """As ``closest`` of top-level keys, but ``optim.lr`` for ``lr``, if the composed ``config`` has such a key."""
+    wanted = _ALIASES.get(name, name)
+    keys = flatten(OmegaConf.to_container(config, resolve=False))
+    nested = [key for key in keys if f".{key}".endswith(f".{wanted}") and not key.startswith(("hydra.", "runtime."))]
+    return f"did you mean '{min(nested, key=len)}'?" if nested else closest(name, known)
 
 
 def groups() -> list[str]:

@@ -23,11 +23,21 @@ from omegaconf import DictConfig, OmegaConf
 from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.progress import Progress, own_overrides
 from dmlbench.components import add_module_folder
-from dmlbench.config import arguments_of, complete_config, composing, config_folders, register_schemas, without_hydra
+from dmlbench.config import (
+    arguments_of,
+    complete_config,
+    composing,
+    config_folder,
+    config_folders,
+    register_schemas,
+    without_hydra,
+)
 from dmlbench.types import ConfigError, RunInUse, closest
 
 log = logging.getLogger(__name__)
 
+_NOT_IN_HELP = {"data": ("dataset", "transform")}
+"""Keys of the default data set, which say nothing of the command."""
 Task = Callable[..., Any]
 """Of the command's arguments; ``train`` gets the composed configuration, and the progress of a sweep."""
 
@@ -121,7 +131,10 @@ def quiet(name: str) -> Iterator[None]:
 
 
 def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | None) -> str:
-    """``hydra.help`` and the values; Hydra's own way of listing the groups takes a second."""
+    """``hydra.help`` and the values, with the comments of the command's YAML.
+
+    Hydra's own way of listing the groups takes a second.
+    """
     cfg = composer.compose_config(name, overrides, run_mode=RunMode.RUN, with_log_configuration=False)
     header, footer = cfg.hydra.help.header, re.sub("(?m)^dmlbench ", "  dmlbench ", cfg.hydra.help.footer)
     options: dict[str, list[str]] = {}
@@ -132,7 +145,16 @@ def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | Non
                 options.setdefault(group, []).append(path.stem)
     groups = "\n".join(f"{group}: {', '.join(sorted(set(found)))}" for group, found in sorted(options.items()))
     footer = footer.replace("$APP_CONFIG_GROUPS", groups)
-    return f"{header}\n\n{footer}\n\nValues:\n\n{OmegaConf.to_yaml(without_hydra(cfg))}"
+    left_out = ("hydra", *_NOT_IN_HELP.get(name, ()))
+    shown = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in left_out])
+    file = config_folder() / f"{name}.yaml"
+    comments = dict(re.findall(r"(?m)^(\w+):.*?\s#\s(.+)$", file.read_text(encoding="utf-8")))
+    values = re.sub(
+        r"(?m)^(\w+):.*$",
+        lambda line: "  # ".join(filter(None, (line[0], comments.get(line[1])))),
+        OmegaConf.to_yaml(shown),
+    )
+    return f"{header}\n\n{footer}\n\nValues:\n\n{values}"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dmlbench.config import composing, key_of
 from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.results.caveats import by_fact
 from dmlbench.runtime import select_device, set_strict_float32
-from dmlbench.types import ConfigError, DmlbenchError, RunError
+from dmlbench.types import ConfigError, DmlbenchError, RunError, counted, shorten
 
 log = logging.getLogger(__name__)
 
@@ -70,19 +70,29 @@ def check_sweep(line: CommandLine) -> None:
 
 
 def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
-    """Print which jobs of a sweep cannot start, before hours are spent on the others. Inside of ``composing()``."""
+    """Print which jobs of a sweep cannot start, before hours are spent on the others. Inside of ``composing()``.
+
+    Raises:
+        ConfigError: no job can start.
+    """
     wanted = [tuple(o for o in job if re.split("[./]", key_of(o))[0] not in (*COORDINATES, "hydra")) for job in jobs]
     with quiet("dmlbench.recipes"):
         composed = compose_configs(wanted, composer({}, is_checked=True))
+    found: list[tuple[str, str]] = []
     for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
         config = composed[overrides]
-        reasons = [config]
-        if not isinstance(config, str):
-            folds = [o.partition("=")[2] for o in job if key_of(o) == "fold"]
-            beyond = [fold for fold in folds if fold.isdecimal() and int(fold) >= config.num_folds]
-            reasons = [f"fold: got {fold}, expected 0 to {config.num_folds - 1}." for fold in beyond]
-        for reason in reasons:
-            print(f"dmlbench: {name} will fail: {reason}", file=sys.stderr)
+        if isinstance(config, str):
+            found.append((name, config))
+            continue
+        for fold in (o.partition("=")[2] for o in job if key_of(o) == "fold"):
+            if fold.isdecimal() and int(fold) >= config.num_folds:
+                reason = f"fold: got {fold}, expected 0 to {config.num_folds - 1}, the folds of the protocol."
+                found.append((name, reason))
+    if len(found) == len(jobs):
+        reasons = dict.fromkeys(reason for _, reason in found)
+        raise ConfigError(f"all {len(jobs)} runs would fail: {'; '.join(reasons)}")
+    for name, reason in found:
+        print(f"dmlbench: {name} will fail: {reason}", file=sys.stderr)
 
 
 def _numbers(key: str, jobs: Sequence[Sequence[str]]) -> list[int]:
@@ -119,26 +129,33 @@ def print_plan(plan: Plan, names: Mapping[Overrides, str], failures: Sequence[st
     for config in shown:
         states = Counter(run.state for run in plan.requested if run.config.sha256 == config.sha256)
         name = f"{of_config[config.sha256]:<{of_name}}  " if of_name else ""
-        print(f"{name}{config.place:<{of_place}}  {_counted(states) or 'no run requested'}")
+        print(f"{name}{config.place:<{of_place}}  {_in_words(states) or 'no run requested'}")
     for failure in dict.fromkeys(failures):
         print(f"not planned: {failure}")
-    total = _counted(Counter(run.state for run in plan.requested))
-    print(f"{len(shown)} configs, {len(plan.requested)} runs: {total}")
+    total = _in_words(Counter(run.state for run in plan.requested))
+    print(f"{counted(len(shown), 'config')}, {counted(len(plan.requested), 'run')}: {total}")
 
 
-def _counted(states: Counter[str]) -> str:
+def _in_words(states: Counter[str]) -> str:
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
-def print_time(to_do: Sequence[Run], times: Mapping[str, RunTime], *, with_sources: bool) -> None:
-    """Print the number of runs to do and their time."""
+def print_time(
+    to_do: Sequence[Run], times: Mapping[str, RunTime], names: Mapping[Overrides, str] | None = None
+) -> None:
+    """Print the number of runs to do and their time; with ``names`` of configs, also how the times are known."""
     total = total_time(to_do, times)
     print(f"to run here: {len(to_do)}{f', {total}' if total else ''}")
-    lines = Counter(
-        (kind_of(run.config), times[run.config.sha256]) for run in to_do if with_sources and run.config.sha256 in times
-    )
-    for (kind, each), count in lines.items():
-        print(f"  {'/'.join(kind)}: {count} runs, {each}")
+    if names is None:
+        return
+    of_kind: dict[tuple[str, ...], dict[RunTime, list[str]]] = {}  # names of runs
+    for run in (run for run in to_do if run.config.sha256 in times):
+        of_time = of_kind.setdefault(kind_of(run.config), {})
+        of_time.setdefault(times[run.config.sha256], []).append(names.get(run.config.overrides) or run.config.name)
+    for kind, of_time in of_kind.items():
+        for each, own in of_time.items():
+            which = f" ({shorten(list(dict.fromkeys(own)), most=3)})" if len(of_time) > 1 else ""
+            print(f"  {'/'.join(kind)}{which}: {counted(len(own), 'run')}, {each}")
 
 
 def check_runs(
@@ -169,10 +186,10 @@ def check_runs(
     except ConfigError as error:
         problems[str(error)], count = [], len(to_do)
     if is_elsewhere:
-        print_time(to_do, measured_times(plan), with_sources=True)
+        print_time(to_do, measured_times(plan), names)
         print("data, weights and time were not checked: the launcher uses other machines")
     else:
-        print_time(to_do, _times(plan, to_do, names, inputs.missing), with_sources=True)
+        print_time(to_do, _times(plan, to_do, names, inputs.kinds), names)
     if problems:
         listed = "; ".join(f"{what} ({', '.join(rows)})" if rows else what for what, rows in problems.items())
         what = f"{count} of {len(to_do)} runs cannot start" if count else f"{len(failures)} configs cannot be run"
@@ -194,7 +211,7 @@ def _print_comparability(
 
 
 def _times(
-    plan: Plan, to_do: Sequence[Run], names: Mapping[Overrides, str], missing: Mapping[str, DmlbenchError]
+    plan: Plan, to_do: Sequence[Run], names: Mapping[Overrides, str], missing: Mapping[str, str]
 ) -> dict[str, RunTime]:
     """Times of runs by ``sha256`` of their config: of complete runs, else of the first config of each kind."""
     times = measured_times(plan)
@@ -204,7 +221,7 @@ def _times(
         if config.sha256 in times:
             continue
         if config.sha256 in missing:
-            times[config.sha256] = RunTime(None, "data or weights are missing")
+            times[config.sha256] = RunTime(None, f"{missing[config.sha256]} missing")
             continue
         if kind not in of_kind and len(of_kind) == _MOST_TIMED:
             times[config.sha256] = RunTime(None, f"a dry run times {_MOST_TIMED} configs")

@@ -15,7 +15,6 @@ import pandas as pd
 
 from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.apps.embeddings import evaluate_from
-from dmlbench.apps.loading import distance_of_run
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.hydra_command import ProgressFriendlyHandler
 from dmlbench.cli.train import composed_run
@@ -25,9 +24,9 @@ from dmlbench.evaluation.embeddings.embed import Array
 from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
 from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import aggregate_config
-from dmlbench.results.store import find_runs, runs_by_config
 from dmlbench.runtime import progress_bars, shows_progress
+
+log = logging.getLogger(__name__)
 
 
 def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None) -> Path:
@@ -97,14 +96,21 @@ def evaluate(
     if not isinstance(source, str | os.PathLike):
         if labels is None or isinstance(labels, str | os.PathLike):
             raise TypeError("rows in memory need labels in memory: evaluate(rows, labels)")
-        return evaluate_arrays(source, labels, spec=EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at)))
+        spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))
+        return _warned(evaluate_arrays(source, labels, spec=spec))
     cfg = compose("evaluate", [])
     cfg.metrics, cfg.recall_at = list(metrics), list(recall_at)
     path = Path(source).expanduser()
     cfg["run" if path.is_dir() else "embeddings"] = str(path)
     cfg.labels = None if labels is None else str(labels)
     cfg.model = None if model is None else str(model)
-    return evaluate_from(arguments_of(cfg)).evaluation
+    return _warned(evaluate_from(arguments_of(cfg)).evaluation)
+
+
+def _warned(found: Evaluation) -> Evaluation:
+    if found.degenerate:
+        log.warning("degenerate embeddings: %s", "; ".join(found.degenerate))
+    return found
 
 
 def table(
@@ -134,9 +140,6 @@ def table(
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))
     root = compose("table", []).paths.output_dir if output_dir is None else str(output_dir)
-    for runs in runs_by_config(find_runs(root, configs)).values():
-        if any(each.state == "done" for each in runs):
-            aggregate_config(runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=False)
     found: list[Any] = []
     tables = build_tables(find_configs(root, configs, spec, allow_partial=allow_partial), spec)
     for (dataset, protocol), one in tables.items():

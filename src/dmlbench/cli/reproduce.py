@@ -2,7 +2,10 @@
 
 import itertools
 import logging
+import math
 import re
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +19,10 @@ from omegaconf import OmegaConf
 from dmlbench.apps import experiment_rows
 from dmlbench.apps.experiment_rows import COORDINATES, NARROWING, Row, experiments, last_of_each, reproduce_of
 from dmlbench.cli.arguments import CommandLine, in_train
-from dmlbench.cli.errors import groups
+from dmlbench.cli.errors import closest_key, groups
 from dmlbench.cli.hydra_command import composed_command, run_command
 from dmlbench.cli.progress import own_overrides
-from dmlbench.config import composing, config_folders, key_of, schema_of
+from dmlbench.config import compose, composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.types import ConfigError, closest
 
@@ -27,8 +30,8 @@ log = logging.getLogger(__name__)
 
 _OWN = tuple(schema_of("reproduce").__dataclass_fields__)
 _OF_RUNS = ("hydra", *schema_of("train").__dataclass_fields__)
-_LINE, _STATE = 120, 20
-"""Characters of a line of ``--list``."""
+_LINE = 120
+"""Characters of a line of the other experiments of ``--list``."""
 
 
 def main(line: CommandLine) -> None:
@@ -56,7 +59,7 @@ def parts_of(line: CommandLine, keys: Sequence[str]) -> tuple[CommandLine, list[
     added = [path.name for path in line.config_dir.iterdir()] if line.config_dir else []
     grouped = [(re.split("[./@]", key_of(override).strip())[0], override) for override in line.overrides]
     if unknown := [group for group, _ in grouped if group not in (*known, *groups(), *added)]:
-        raise ConfigError(f"there is no key '{unknown[0]}': {closest(unknown[0], known)}")
+        raise ConfigError(f"there is no key '{unknown[0]}': {closest_key(unknown[0], known, compose('train', []))}")
     own = tuple(override for group, override in grouped if group in keys)
     given = [override for group, override in grouped if group == "paths" or group not in (*keys, "hydra")]
     launching = [override for group, override in grouped if group in ("hydra", "paths")]
@@ -89,18 +92,21 @@ def _reproduce(
 
 
 def _print_list(folders: Sequence[Path]) -> None:
-    """Every table and figure of the papers with its state and title, a line each, then the other experiments."""
+    """Every table and figure of the papers with its state and title, a line each, then the other experiments.
+
+    A terminal gets lines of its width.
+    """
     known = experiments(folders)
-    names = experiment_rows.paper_tables(folders)
-    told = {
-        name: "; ".join(experiment_rows.states(name, reproduce_of(known.get(name)), name in known)) for name in names
-    }
-    of_name, of_state = max(map(len, names)), max(map(len, told.values()))
-    for name in names:
+    parts = {name: reproduce_of(known.get(name)) for name in experiment_rows.paper_tables(folders)}
+    states = {name: experiment_rows.state_of(name, part, name in known) for name, part in parts.items()}
+    of_name, of_state = max(map(len, states)), max(map(len, states.values()))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    for name, state in states.items():
         title = experiment_rows.title_of(known[name]) if name in known else ""
-        line = f"{name:<{of_name}}  {told[name]:<{min(of_state, _STATE)}}  {title}"
-        print(f"{line[: _LINE - 1]}…" if len(line) > _LINE else line.rstrip())
-    others = ", ".join(name for name in known if name not in names)
+        needs = f" Needs {parts[name]['needs']}." if state == "cannot be run" else ""
+        line = f"{name:<{of_name}}  {state:<{of_state}}  {title}{needs}"
+        print(f"{line[: int(width) - 1]}…" if len(line) > width else line.rstrip())
+    others = ", ".join(name for name in known if name not in states)
     print(f"\n{fill(f'other experiments: {others}', _LINE)}")
 
 

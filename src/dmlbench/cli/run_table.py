@@ -34,7 +34,7 @@ from dmlbench.identity import PlannedConfig
 from dmlbench.papers import PaperScore, describe_table, load_table, tables
 from dmlbench.results.verdicts import NOT_COMPARABLE, NOT_RUN, Comparison, side_by_side, verdict_on
 from dmlbench.runtime import read_json
-from dmlbench.types import ConfigError, DmlbenchError, RunError
+from dmlbench.types import ConfigError, DmlbenchError, RunError, counted
 
 _ON_OTHER_MACHINES = "launcher=submitit_slurm"
 """Which may have the data where this one has none."""
@@ -75,7 +75,7 @@ def run_table(
         )  # fmt: skip
         return
     if args.run_missing:
-        print_time(to_do, measured_times(plan), with_sources=False)
+        print_time(to_do, measured_times(plan))
     print()
     if mixed and not args.allow_mixed:
         raise ConfigError(f"{table.name}: {'; '.join(mixed)}. Set allow_mixed=true to allow it.")
@@ -133,7 +133,7 @@ def _print_table(
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
     if in_use := [str(run.path) for run in plan.runs if run.state == "running"]:
         listed = ", ".join(in_use[:_MOST_LISTED]) + (" and others" if len(in_use) > _MOST_LISTED else "")
-        notes.append(f"running in other processes: {len(in_use)} runs ({listed})")
+        notes.append(f"running in other processes: {counted(len(in_use), 'run')} ({listed})")
     if table.has_scores:
         comparisons, deviations = paper_comparison.compare_rows(table.rows, plan, configs, blocked, reasons)
         write_comparison(table.name, comparisons, [*notes, *deviations], base)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command, sub_command
 from dmlbench.config import listed
-from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least, check_file_name
+from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least, check_file_name, counted
 
 if TYPE_CHECKING:
     from dmlbench.apps.embeddings import Evaluated
@@ -115,7 +115,7 @@ def embed(args: Any) -> None:
     options = {key: getattr(args, key) for key in ("normalize", "batch_size", "num_workers")}
     stored = embed_folder(model, args.images, args.output, progress=sys.stderr.isatty(), **options)
     gallery = "" if stored.gallery is None else f" and {len(stored.gallery)} of the gallery"
-    print(f"{len(stored.queries)} images{gallery}, {model.embedding_size} numbers each")
+    print(f"{counted(len(stored.queries), 'image')}{gallery}, {model.embedding_size} numbers each")
     print(f"written: {args.output}")
 
 
@@ -138,17 +138,14 @@ def aggregate(args: Any) -> None:
     from dmlbench.components import component
     from dmlbench.results.aggregate import IncompleteConfig, aggregate_config
     from dmlbench.results.caveats import caveats
-    from dmlbench.results.store import find_runs, runs_by_config
+    from dmlbench.results.store import find_runs, runs_by_config, without_trials
 
     spec = component(args.evaluation)
-    configs = runs_by_config(find_runs(args.paths.output_dir, args.configs))
+    configs = without_trials(runs_by_config(find_runs(args.paths.output_dir, args.configs)), args.configs)
     if not configs:
         raise RunError(
             f"no run under {args.paths.output_dir} matches '{args.configs}'; `dmlbench status` lists the runs"
         )
-    if "hpo" not in args.configs and (trials := [path for path in configs if path.parent.name == "hpo"]):
-        configs = {path: runs for path, runs in configs.items() if path not in trials}
-        print(f"left out: {len(trials)} configs of protocol=hpo, trials of searches (configs=*/hpo/* selects them)")
     how = {"allow_partial": args.allow_partial, "force": args.force, "progress": sys.stderr.isatty()}
     incomplete, failures = [], []
     for number, (path, runs) in enumerate(configs.items(), start=1):
@@ -169,13 +166,13 @@ def aggregate(args: Any) -> None:
             print(f"      {kind}: " + ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores.items()))
     done = len(configs) - len(incomplete) - len(failures)
     print(f"aggregated: {done} of {len(configs)} configs")
-    for problem in (*incomplete, *failures):
+    for problem in incomplete if done or failures else ():
         print(f"  {problem}")
     if failures:
         count = f"{len(failures)} of {len(configs)} configs cannot be aggregated"
-        raise type(failures[0])(f"{count}: {failures[0]}")
+        raise type(failures[0])(f"{count}: " + "; ".join(map(str, failures)))
     if not done:
-        raise RunError(f"no config is complete{f': {incomplete[0]}' if incomplete else ''}")
+        raise RunError("no config is complete: " + "; ".join(map(str, incomplete)))
 
 
 def table(args: Any) -> None:
@@ -192,7 +189,9 @@ def table(args: Any) -> None:
             raise ConfigError(f"compare: got {len(args.compare)} config, expected two or more.")
         first, *others = args.compare
         found = [
-            compare_configs(args.paths.output_dir, [first, other], spec, allow_partial=args.allow_partial)
+            compare_configs(
+                args.paths.output_dir, [first, other], spec, among=args.configs, allow_partial=args.allow_partial
+            )
             for other in others
         ]
         dataset, protocol = found[0].first.parts[-3:-1]
@@ -296,7 +295,7 @@ def status(args: Any) -> None:
                 error = last_error(run.path) if found[run] == "failed" else ""
                 print(f"  {found[run]:<8} {run.path.name}" + (f": {error}" if error else ""))
     total = Counter[str](found[run] for run in runs)
-    print(f"{len(runs)} runs: " + ", ".join(f"{total[state]} {state}" for state in STATES))
+    print(f"{counted(len(runs), 'run')}: " + ", ".join(f"{total[state]} {state}" for state in STATES))
 
 
 def clean(args: Any) -> None:
@@ -320,13 +319,13 @@ def clean(args: Any) -> None:
         print(f"{states[run]:<8} {run.path}")
     if args.ask:
         if not sys.stdin.isatty():
-            raise RunError(f"{len(chosen)} runs match; nothing was removed: confirm with ask=false")
-        if input(f"remove these {len(chosen)} runs? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise RunError(f"{counted(len(chosen), 'matching run')}; nothing was removed: confirm with ask=false")
+        if input(f"remove {counted(len(chosen), 'run')}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return
     for run in chosen:
         remove_run(run.path)
-    print(f"removed {len(chosen)} runs")
+    print(f"removed {counted(len(chosen), 'run')}")
 
 
 def oodml(line: CommandLine) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command
-from dmlbench.types import ConfigError, DmlbenchError
+from dmlbench.types import ConfigError, DmlbenchError, counted
 
 _USAGE = """usage: dmlbench submit check FOLDER [key=value ...]
 
@@ -35,7 +35,7 @@ def main(line: CommandLine) -> None:
             checked = check_submission(args, submission, folder)
         except DmlbenchError as error:
             raise type(error)(f"rejected: {error}") from None
-        print(f"accepted: {len(checked.imported.scores)} files; training not verified")
+        print(f"accepted: {counted(len(checked.imported.scores), 'file')}; training not verified")
         for flag in checked.flags:
             print(f"  IMPLAUSIBLE: {flag}")
         for note in checked.imported.notes:

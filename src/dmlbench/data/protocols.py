@@ -62,7 +62,7 @@ class Protocol:
 
     def check_fold(self, fold: int) -> None:
         if not 0 <= fold < self.num_folds:
-            raise ConfigError(f"fold ({fold}) of protocol '{self.name}' must lie in [0, {self.num_folds - 1}]")
+            raise ConfigError(f"fold: got {fold}, expected 0 to {self.num_folds - 1}, the folds of the protocol.")
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         raise NotImplementedError

@@ -127,7 +127,7 @@ def evaluate_arrays(
 
     Args:
         rows: queries [Q, D], floating point; a tensor on a GPU is searched there.
-        labels: class of each query [Q], whole numbers.
+        labels: class of each query [Q], whole numbers or text.
         ids: distinct whole numbers [Q]; a query never finds the gallery item with its own id. Row numbers by default.
         gallery_rows: [N, D] to search; None searches the queries among themselves.
         gallery_labels: [N].

@@ -126,6 +126,11 @@ class PooledModel(MetricModel):
             return ModelOutput(self.projection.finished(_at_least_float32(self.projection(images.flatten(1)))), {})
         x = self.last_map(images)
         pooled: Pooled = self.pooling(x, self.projection)
+        if pooled.embedding.shape[1:] != (self.embedding_size,):
+            raise ConfigError(
+                f"{type(self.pooling).__name__}: got embeddings of {tuple(pooled.embedding.shape)}, expected "
+                f"[B, {self.embedding_size}]. A pooling's forward must return Pooled(project(...))."
+            )
         embedding = self.projection.finished(_at_least_float32(pooled.embedding))
         return ModelOutput(embedding, pooled.side | self._sides(x))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone, TimmBackbone
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, how_to_install
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Lora(Tuning):
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise ConfigError(
-                "tuning: got lora, expected the package peft to be installed. Run `pip install 'dmlbench[peft]'`."
+                f"tuning: got lora, expected the package peft to be installed. {how_to_install('peft')}"
             ) from error
         layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
         known = {name.rpartition(".")[2] for name in layers}

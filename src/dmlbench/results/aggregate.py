@@ -175,7 +175,7 @@ def variants_and_deviations(result: Mapping[str, Any]) -> list[str]:
     """A line for each chosen variant, and for each deviation of the run's recipe from its paper or code."""
     recipe, variants = result.get("recipe", {}), result.get("variants", {})
     return [
-        *(f"{key}: {value}" for key, value in variants.items()),
+        *(f"{key}: {value}" for key, value in variants.items() if key != "backbone.variant"),  # part of its name
         *(f"recipe={recipe['name']} deviates: {text}" for text in recipe.get("deviations", ())),
     ]
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dmlbench.types import counted
+
 PARTIAL = "PARTIAL: "
 IMPORTED = "IMPORTED: "
 DEGENERATE = "DEGENERATE EMBEDDINGS: "
@@ -30,7 +32,7 @@ def caveats(scored: Mapping[str, Any]) -> list[str]:
             f"{IMPORTED}embeddings of other code; trained: {told['trained']}; selected: {told['selected']}{by_order}"
         )
     if count := scored.get("n_runs_not_started"):
-        found.append(f"NOT STARTED: in {count} runs the pooling's prototypes never started")
+        found.append(f"NOT STARTED: in {counted(count, 'run')} the pooling's prototypes never started")
     notes = data_notes(scored)
     if "n_query_published" in scored:
         notes.append(queries(scored))

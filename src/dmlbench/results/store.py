@@ -6,6 +6,7 @@ Locks use ``flock`` plus a heartbeat, for file systems that do not share locks b
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from typing import IO, Any, Literal
 from dmlbench.runtime import derive_seed, file_sha256, is_open_at, read_json, remove_leftovers, write_json
 from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, require_file
 
+log = logging.getLogger(__name__)
 RESULT, ERROR, CONFIG, EMBEDDINGS = "result.json", "error.txt", "config.yaml", "embeddings.safetensors"
 DISTANCE = "distance.safetensors"  # state of a distance that has one
 PER_QUERY = "per_query.csv"  # test scores of each query
@@ -236,6 +238,14 @@ def runs_by_config(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:
     for run in runs:
         configs.setdefault(run.path.parent, []).append(run)
     return configs
+
+
+def without_trials(configs: dict[Path, list[RunInfo]], pattern: str) -> dict[Path, list[RunInfo]]:
+    """Configs without the trials of searches (protocol=hpo), unless the pattern that selected them names hpo."""
+    kept = {path: runs for path, runs in configs.items() if "hpo" in pattern or path.parent.name != "hpo"}
+    if kept and (count := len(configs) - len(kept)):
+        log.warning("left out: %d configs of protocol=hpo, trials of searches (configs=*/hpo/* selects them)", count)
+    return kept or configs
 
 
 @contextlib.contextmanager

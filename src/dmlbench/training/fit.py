@@ -448,5 +448,6 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str, ran
             _save_best(run_dir, state, parts)
     elif state.best_step and not (run_dir / BEST).exists():
         raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
-    log.info("resumed at step %d (best %.4f at step %d)", state.step, state.best_score, state.best_step)
+    best = f"best {state.best_score:.4f} at step {state.best_step}" if state.best_step else "no validation yet"
+    log.info("resumed at step %d (%s)", state.step, best)
     return state

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import yaml
@@ -31,7 +31,8 @@ class Logger(Protocol):
     """Receive a training's numbers.
 
     Nothing is opened or written before ``start``, which continues from a step (0: a new training) and voids later ones.
-    Pictures are [H, W, 3]; ``summary`` gets the scores of the finished run; ``close`` may come at any time.
+    Pictures are [H, W, 3]; ``summary`` gets the scores of the finished run; ``close`` may come at any time. The package
+    that a class imports is in its optional ``extra``, which has the same name.
     """
 
     def start(self, step: int) -> None: ...
@@ -91,13 +92,11 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
 
 
 class TensorBoardLogger:
-    """Curves, pictures and scores as TensorBoard events in the run directory (extra ``tensorboard``)."""
+    """Curves, pictures and scores as TensorBoard events in the run directory."""
+
+    extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, *, run_dir: Path, run_id: str, configuration: str) -> None:
-        try:
-            import torch.utils.tensorboard  # noqa: F401 - now, not after the data have been read
-        except ImportError as error:
-            raise ConfigError("logger=tensorboard needs TensorBoard; install dmlbench[tensorboard]") from error
         self._folder, self._configuration = run_dir / "tensorboard", configuration
         self._writer: Any = None
 
@@ -183,8 +182,6 @@ class WandbLogger:
             )  # fmt: skip
             self._run.define_metric("step", hidden=True)
             self._run.define_metric("*", step_metric="step")
-        if self._mode == "offline":
-            log.info("`wandb sync %s` sends what Weights & Biases keeps of this run", Path(self._run.dir).parent)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         with self._written():
@@ -205,6 +202,8 @@ class WandbLogger:
         if self._run is not None:
             with self._written():
                 self._run.finish(exit_code=0 if self._is_complete else 1)  # what is left undone is no finished run
+            if self._mode == "offline" and self._run is not None:
+                log.info("upload this run to Weights & Biases: wandb sync %s", Path(self._run.dir).parent)
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -224,20 +223,18 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Curves, pictures and scores to MLflow (extra ``mlflow``); every start of a run finds it by its tag ``run_id``.
+    """Curves, pictures and scores to MLflow; every start of a run finds it by its tag ``run_id``.
 
     Args:
         tracking_uri: a database or a server. Files of a local database go to ``<output_dir>/mlartifacts``.
     """
 
+    extra: ClassVar[str] = "mlflow"
+
     def __init__(
         self, *, run_dir: Path, run_id: str, configuration: str, tracking_uri: str, experiment: str = "dmlbench"
     ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which importing it starts
-        try:
-            import mlflow  # noqa: F401 - now, not after the data have been read
-        except ImportError as error:
-            raise ConfigError("logger=mlflow: MLflow is not installed. Install dmlbench[mlflow].") from error
         self._run_dir, self._run_id, self._configuration = run_dir.resolve(), run_id, configuration
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None

@@ -13,6 +13,7 @@ from dmlbench.results.table import Table
 from dmlbench.runner import ComposedRun
 from dmlbench.tuning.search import Compose, Outcome, Search
 from dmlbench.tuning.space import Value
+from dmlbench.types import counted
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
 """Groups whose options the recipe is for."""
@@ -105,9 +106,8 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
             found.append(f"{count} {state}: {means}")
     if (missing := search.trials - len(outcomes)) > 0:
         found.append(f"{missing} of {search.trials} trials not begun")
-    found.append(
-        f"each trial: {len(search.runs)} run(s) under protocol=hpo, which sees no test image; seed {search.seed}"
-    )
+    runs = counted(len(search.runs), "run")
+    found.append(f"each trial: {runs} under protocol=hpo, which sees no test image; seed {search.seed}")
     return found
 
 

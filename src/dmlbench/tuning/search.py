@@ -25,7 +25,7 @@ from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
 from dmlbench.tuning.space import Dimension, Value, corners, override
-from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_at_least, flatten
+from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_at_least, flatten, how_to_install
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -140,7 +140,7 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError("dmlbench tune needs Optuna. Install dmlbench[tune].") from error
+        raise ConfigError(f"dmlbench tune needs Optuna. {how_to_install('tune')}") from error
     from sqlalchemy import URL
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

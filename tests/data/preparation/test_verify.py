@@ -100,7 +100,7 @@ def test_identical_files_are_grouped_and_counted_across_classes_and_halves(root:
     assert (report.across_classes, report.across_halves) == (2, 1)
 
 
-def test_images_that_no_list_names_are_found_in_listed_folders_only(root: Path) -> None:
+def test_images_that_no_list_names_are_found_in_listed_folders_or_the_whole_root(root: Path) -> None:
     (root / "list.csv").write_text("path,label\nant/0.jpg,a\nbee/0.jpg,b\n")
     (root / "ant" / "notes.txt").write_text("no image")
     save(root, "ant/deeper/x.png", seed=3)
@@ -108,6 +108,10 @@ def test_images_that_no_list_names_are_found_in_listed_folders_only(root: Path) 
     expected = ["ant/1.jpg", "ant/2.jpg", "ant/deeper/x.png", "bee/1.jpg", "bee/2.jpg"]
     assert unlisted(table) == expected  # cat and dog may be another data set
     assert list(verify(table).unlisted) == expected
+    others = [f"{name}/{i}.jpg" for name in ("cat", "dog") for i in range(3)]
+    save(root, "x.jpg", seed=4)
+    assert unlisted(table, whole_root=True) == sorted([*expected, *others, "x.jpg"])
+    assert verify(table, whole_root=True).unlisted == tuple(sorted([*expected, *others, "x.jpg"]))
 
 
 @pytest.mark.parametrize("channels", [(), (3,)])

@@ -409,7 +409,7 @@ def test_without_a_connection_the_hub_is_one_clear_line(tmp_path: Path, monkeypa
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"got hf, expected the package datasets.*pip install 'dmlbench\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"got hf, expected the package datasets.*pip install '\.\[hf\]'"):
         hugging_face("owner/name", cache_dir=tmp_path)
 
 

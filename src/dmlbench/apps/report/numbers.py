@@ -170,8 +170,11 @@ def classes(
     """Scores by class of the queries, a config's being means over its complete runs.
 
     ``names`` are by label, if known. The ``most`` classes of the lowest first score, averaged over the configs, stay.
+    Configs of other data than the first have no scores here.
     """
-    table = pd.concat({i: _by_class(config) for i, config in enumerate(configs)}, names=["config"])
+    data = [config.summary["dataset_fingerprint"] for config in configs]
+    of_data = {i: _by_class(config) for i, config in enumerate(configs) if data[i] == data[0]}
+    table = pd.concat(of_data, names=["config"])
     shown = [name for name in metrics if name in table]
     if not shown:
         return {"metrics": [], "rows": [], "of": 0}

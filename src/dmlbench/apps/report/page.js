@@ -109,7 +109,7 @@
       drawBars();
     });
     at("count").textContent = `${lines.length} of ${rows.length} rows`;
-    at("notes").replaceChildren(make("li", "percent, mean ± population standard deviation; best of a column marked; grey rows do not compete"),
+    at("notes").replaceChildren(make("li", "percent, mean ± population standard deviation; best of a column marked; grey rows are not ranked"),
       ...notes.map((note) => make("li", note)),
       ...own.map((note) => make("li", `${mark({ notes: [note] })}: ${note}`)));
   };
@@ -144,7 +144,7 @@
       xaxis: axis({ title: { text: plain(column(group().leaderboard.columns[state.score])) }, rangemode: "tozero" }),
       yaxis: axis({ type: "category", tickvals: shown.map(String), ticktext: shown.map(named) }),
     });
-    at("bars-note").textContent = [aside ? `Hatched: ${aside} of ${shown.length} configs, which do not compete (see the scores).` : "",
+    at("bars-note").textContent = [aside ? `Hatched: ${aside} of ${shown.length} configs, which are not ranked (see the scores).` : "",
       without ? `${without} of ${shown.length} configs have a single value here and so no deviation.` : ""].join(" ");
   };
 
@@ -174,19 +174,19 @@
     });
     plot("differences-chart", [points("joint", 1), points("interval", 3)], {
       height: 90 + 30 * Math.max(1, shown.length),
-      xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: the config less A` }, zerolinewidth: 2 }),
+      xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: config − A` }, zerolinewidth: 2 }),
       yaxis: axis({ type: "category", tickvals: shown.map(({ i }) => String(i)), ticktext: shown.map(({ i }) => wrapped(labels()[i], 44)) }),
     });
     const range = (interval) => (interval ? `[${signed(interval[0])}, ${signed(interval[1])}]` : "none: too few pairs");
-    sorting(at("differences-table"), ["config less A", "difference", "95 % interval", "joint interval", "pairs of runs", "over"], lines.map(({ i, found }) => ({
+    sorting(at("differences-table"), ["config", "difference from A", "95 % interval", "joint interval", "pairs of runs", "over"], lines.map(({ i, found }) => ({
       cells: [cell(labels()[i]), ...(!found || found.why
         ? [cell("–", null), cell(found ? found.why : "single runs do not have this score", null, "words"), cell("–", null), cell("–", null), cell("")]
         : [cell(signed(found.difference), found.difference), cell(range(found.interval), found.interval && found.interval[0]),
           cell(range(found.joint), found.joint && found.joint[0]),
           cell(found.pairs === found.of ? found.pairs : `${found.pairs} of ${found.of}`, found.pairs), cell(found.over, found.over, "words")])],
     })));
-    at("differences-note").textContent = "Single models, paired by fold, repeat and seed; t intervals. Thick: 95 % for one pair by itself. "
-      + `Thin: wide enough for A's ${Math.max(1, labels().length - 1)} comparisons to hold together (Bonferroni).`;
+    at("differences-note").textContent = "Single models, paired by fold, repeat and seed; 95 % t intervals. Thick: uncorrected. "
+      + `Thin: Bonferroni-corrected for ${Math.max(1, labels().length - 1)} comparisons with A.`;
   };
 
   const drawPapers = () => {

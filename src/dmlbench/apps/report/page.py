@@ -56,14 +56,19 @@ _REPRESENTATIVE = (
 _TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
 
 
+def has_test_images_of(first: ConfigSummary, config: ConfigSummary) -> bool:
+    """Whether two configs were tested on the same images."""
+    return all(config.summary[key] == first.summary[key] for key in _TESTED_ON)
+
+
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
-    """Configs with the embeddings of their first run, tested on the same images as the first of them."""
+    """Configs with the embeddings of their first run, tested on the same images as the first config."""
     shown = [config for config in configs if (config.complete[0] / EMBEDDINGS).exists()]
     for config in configs:
         require_own_files(config.complete[0], read_result(config.complete[0]))
         if config not in shown:
             log.warning("%s is missing: no images are shown of %s", config.complete[0] / EMBEDDINGS, config.label)
-    return [config for config in shown if all(config.summary[key] == shown[0].summary[key] for key in _TESTED_ON)]
+    return [config for config in shown if has_test_images_of(configs[0], config)]
 
 
 @dataclass(frozen=True)
@@ -328,6 +333,9 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
     why: dict[str, str] = {}
     for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not shows_progress())):
         run_dir = config.complete[0]
+        if not has_test_images_of(configs[0], config):
+            why[str(i)] = f"tested on other images than {configs[0].label}"
+            continue
         try:
             run = load_run(run_dir, {"num_workers": 0}, device=device)
             explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)

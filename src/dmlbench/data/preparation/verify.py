@@ -16,7 +16,7 @@ from dmlbench.data.images.sources import for_each, read_image
 from dmlbench.data.published_images import Header, deviations, read_header
 from dmlbench.data.readers.layouts import is_image
 from dmlbench.runtime import file_sha256
-from dmlbench.types import DataError, ImageTable
+from dmlbench.types import DataError, ImageTable, counted
 
 TINY_SIDE = 16
 _NAMED = 10
@@ -51,8 +51,14 @@ class Report:
     unlisted: tuple[str, ...] = ()
 
 
-def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None) -> Report:
-    """Decode all images of a data set, or compare the pixels of one that is held as an array."""
+def verify(
+    table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda count: None, whole_root: bool = False
+) -> Report:
+    """Decode all images of a data set, or compare the pixels of one that is held as an array.
+
+    Args:
+        whole_root: as of ``unlisted``.
+    """
     if table.pixels is not None:
         return _verify_pixels(table, watch)
     contents = file_contents(table.root, table.paths, name=table.name)
@@ -88,21 +94,26 @@ def verify(table: ImageTable, *, num_threads: int = 1, watch: Watch = lambda cou
         tiny=tuple(path for path, header in readable if min(header.width, header.height) < TINY_SIDE),
         **_twins(table, digests),
         deviations=() if originals is None else deviations(headers, originals, np.arange(len(headers))),
-        unlisted=tuple(unlisted(table)),
+        unlisted=tuple(unlisted(table, whole_root=whole_root)),
     )
 
 
-def unlisted(table: ImageTable) -> list[str]:
-    """Image files that no list names, in the folders right below the root that hold listed images."""
+def unlisted(table: ImageTable, *, whole_root: bool = False) -> list[str]:
+    """Image files that no list names, in the folders right below the root that hold listed images.
+
+    Args:
+        whole_root: look in the whole root, which holds no other data set.
+    """
     if table.pixels is not None:
         return []
     listed = set(table.paths.tolist())
     found = []
-    for top in sorted({path.split("/")[0] for path in listed if "/" in path}):
+    tops = {"."} if whole_root else {path.split("/")[0] for path in listed if "/" in path}
+    for top in sorted(tops):
         for directory, folders, files in os.walk(os.path.join(table.root, top)):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             prefix = Path(directory).relative_to(table.root).as_posix()
-            names = (f"{prefix}/{name}" for name in files if is_image(name))
+            names = (f"{prefix}/{name}".removeprefix("./") for name in files if is_image(name))
             found += [name for name in names if name not in listed]
     return sorted(found)
 
@@ -144,9 +155,11 @@ def described(table: ImageTable) -> list[str]:
         "not as published": "; ".join(table.notes),
         "fingerprint": table.fingerprint,
     }
-    lines = [f"{table.name}: {len(table)} images of {table.num_classes} classes"]
+    lines = [f"{table.name}: {counted(len(table), 'image')} of {counted(table.num_classes, 'class')}"]
     counts = counts_by_role(table.labels, table.role)
-    lines += [f"  {role:<8} {n} images of {classes} classes" for role, (n, classes) in counts.items()]
+    lines += [
+        f"  {role:<8} {counted(n, 'image')} of {counted(classes, 'class')}" for role, (n, classes) in counts.items()
+    ]
     return lines + [f"  {name}: {fact}" for name, fact in facts.items() if fact]
 
 
@@ -158,7 +171,7 @@ def findings(report: Report) -> list[str]:
         "of one color": report.constant,
         "on disk but not listed": report.unlisted,
     }
-    lines = [f"  looked at: {report.looked_at} images" if report.looked_at else "  images were not decoded"]
+    lines = [f"  looked at: {counted(report.looked_at, 'image')}" if report.looked_at else "  images were not decoded"]
     if report.modes:
         modes = ", ".join(f"{count} {mode}" for mode, count in report.modes.items())
         lines += [f"  converted to RGB when read: {modes}"]
@@ -168,9 +181,10 @@ def findings(report: Report) -> list[str]:
         if names:
             lines += [f"  {text}: {len(names)}", *_first(names)]
     if report.twins:
+        groups = counted(len(report.twins), "group")
         lines += [
-            f"  identical images: {len(report.twins)} groups of {sum(map(len, report.twins))} images in all; "
-            f"{report.across_classes} groups across classes, {report.across_halves} across training and test half",
+            f"  identical images: {groups} of {sum(map(len, report.twins))} images in all; "
+            f"{report.across_classes} across classes, {report.across_halves} across training and test half",
             *_first([" = ".join(_first(group, indent="")) for group in report.twins]),
         ]
     return lines
@@ -179,6 +193,14 @@ def findings(report: Report) -> list[str]:
 def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
     more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
     return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
+
+
+def too_few_classes(table: ImageTable) -> str:
+    """Why nothing can be trained on a data set; empty if something can."""
+    classes = len(np.unique(table.labels[table.role == "train"]))
+    if classes > 1:
+        return ""
+    return f"train: got {counted(classes, 'class')}, expected 2 or more. `dmlbench train` cannot use this data set."
 
 
 def verdict(report: Report, counts: str, *, num_images: int, num_published: int) -> str:

@@ -20,7 +20,7 @@ from dmlbench.data.images.image_cache import build_lock
 from dmlbench.data.readers.folder import PART_FOLDERS, ROLE_FOLDERS, folder
 from dmlbench.data.readers.layouts import subfolders
 from dmlbench.runtime import cached_sha256, reason_of, whole_folder
-from dmlbench.types import ConfigError, DataError, DmlbenchError, ImageTable, check_file_name, shorten
+from dmlbench.types import ConfigError, DataError, DmlbenchError, ImageTable, check_file_name, how_to_install, shorten
 
 _VERSION = 1  # increment it whenever the written files change
 _LIST = "images.csv"
@@ -62,7 +62,7 @@ def hugging_face(
         import datasets  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "dataset: got hf, expected the package datasets to be installed. Run `pip install 'dmlbench[hf]'`."
+            f"dataset: got hf, expected the package datasets to be installed. {how_to_install('hf')}"
         ) from error
     path, columns = str(path), (image_column, label_column)
     splits = [split] if isinstance(split, str) else None if split is None else sorted(set(split))

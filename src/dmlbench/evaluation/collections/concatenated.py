@@ -194,11 +194,12 @@ def _slack(bounds: Sequence[tuple[float, float]], sums: IntArray) -> float:
 def numba_rank() -> Callable[..., NDArray[np.bool_]] | None:
     """``rank_by_numpy`` in numba kernels, which give the same bits; None where numba cannot be used."""
     try:
-        from dmlbench.evaluation.collections.numba_ranking import rank
+        from dmlbench.evaluation.collections.numba_ranking import is_cached, rank
     except Exception as error:  # numba is missing, does not fit the other libraries, or has no folder for its cache
         logger.info("collections are ranked without numba, in more time (%s); the extra 'fast' brings it", error)
         return None
-    logger.info("collections are ranked by numba; compiling takes up to some ten seconds once, then it is kept")
+    if not is_cached():
+        logger.info("compiling the numba kernels that rank collections, once: up to ten seconds")
     return rank
 
 

@@ -7,6 +7,7 @@ others. So relevant items are compared with irrelevant ones only, and exactly on
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -30,6 +31,12 @@ def _compiled(function: Any) -> Any:
         return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba finds no folder that can be written to
         return numba.njit(nogil=True)(function)
+
+
+def is_cached() -> bool:
+    """Whether an earlier process has left compiled kernels in numba's cache."""
+    folder = _rank_tile.stats.cache_path
+    return folder is not None and any(Path(folder).glob(f"{Path(__file__).stem}.*.nbc"))
 
 
 def rank(

@@ -241,7 +241,11 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet, EmbeddingSet | None]:
-    """Checked sets, rows float32. Without ids, rows are numbered through both sets: no query is in the gallery."""
+    """Checked sets, rows float32, labels numbers; names of classes are numbered in their sorted order.
+
+    Without ids, rows are numbered through both sets: no query is in the gallery.
+    """
+    query, gallery = _numbered(query, gallery)
     queries = _set_of(query, "query", first_id=0)
     if gallery is None:
         check_sets(queries, queries)
@@ -251,6 +255,17 @@ def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet,
     others = _set_of(gallery, "gallery", first_id=len(queries))
     check_sets(queries, others)
     return queries, others
+
+
+def _numbered(query: Arrays, gallery: Arrays | None) -> tuple[Arrays, Arrays | None]:
+    """The same with numbers for labels that are text."""
+    given = [query[1]] if gallery is None else [query[1], gallery[1]]
+    names = [np.asarray(labels) for labels in given if not isinstance(labels, Tensor)]
+    if len(names) < len(given) or any(labels.dtype.kind != "U" or labels.ndim != 1 for labels in names):
+        return query, gallery
+    numbers = np.unique(np.concatenate(names), return_inverse=True)[1]
+    query = query[0], numbers[: len(names[0])], query[2]
+    return query, gallery and (gallery[0], numbers[len(names[0]) :], gallery[2])
 
 
 def _set_of(arrays: Arrays, name: str, *, first_id: int) -> EmbeddingSet:
@@ -277,7 +292,7 @@ def _tensor(values: Array, dtype: torch.dtype, what: str) -> Tensor:
         kind = "floating-point" if dtype.is_floating_point else "whole"
         raise RunError(f"{what}: got {given}, expected {kind} numbers.")
     if dtype.is_floating_point and str(given).removeprefix("torch.") != "float32":
-        logger.warning("%s are %s; they are evaluated as float32", what, given)
+        logger.info("%s are %s; they are evaluated as float32", what, given)
     return values.detach().to_dense().to(dtype)
 
 

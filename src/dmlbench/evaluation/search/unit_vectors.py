@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import PADDING, FloatRows, Found, Keys, Tile, floor_below, pack
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, moved_to
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice, how_to_install
 
 BackEnd = Literal["auto", "torch", "faiss"]
 
@@ -236,8 +236,8 @@ class UnitSearch(Search):
         check_choice("back_end", back_end, get_args(BackEnd))
         if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
             raise ConfigError(
-                "back_end=faiss needs the module faiss; install dmlbench[faiss-cpu] or dmlbench[faiss-gpu], "
-                "or use back_end=auto, which gives the same numbers without it"
+                f"back_end=faiss needs the module faiss. {how_to_install('faiss-cpu')} "
+                "Or set back_end=auto, which gives the same numbers without it."
             )
         reference = queries if gallery is None else gallery
         super().__init__(queries, reference, device or queries.rows.device, tile_bytes)
