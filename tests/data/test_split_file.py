@@ -47,7 +47,7 @@ def test_each_split_is_a_fold_with_its_distance_as_a_fact(tmp_path: Path) -> Non
     assert found.val_is_test
     assert found.facts == {"split": "1", "kind": "exchanged", "distance": 2.5, "distance_by": "a network"}
     assert protocol.split(table(), fold=1).facts["distance"] == 7.0
-    with pytest.raises(ConfigError, match=r"fold \(2\)"):
+    with pytest.raises(ConfigError, match=r"fold: got 2"):
         protocol.split(table(), fold=2)
 
 
