@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_NAMES = {
-    "apps.loading": ("load",),
-    "cli.python_api": ("evaluate", "run", "table"),
-    "types": ("ConfigError", "DataError", "DmlbenchError", "RunError"),
+_PLACES = {
+    "load": "apps.loading",
+    **dict.fromkeys(("evaluate", "run", "table"), "cli.python_api"),
+    **dict.fromkeys(("ConfigError", "DataError", "DmlbenchError", "RunError"), "types"),
 }
-_PLACES = {name: module for module, names in _NAMES.items() for name in names}
+"""Modules by the names that come from them."""
 __all__ = ["ConfigError", "DataError", "DmlbenchError", "RunError", "__version__", "evaluate", "load", "run", "table"]
 
 

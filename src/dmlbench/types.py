@@ -290,6 +290,12 @@ def check_positive(**values: float) -> None:
             raise ConfigError(f"{name}: got {value}, expected a positive number.")
 
 
+def check_fold(fold: int, num_folds: int) -> None:
+    """Raise ConfigError unless a protocol of so many folds has the fold."""
+    if not 0 <= fold < num_folds:
+        raise ConfigError(f"fold: got {fold}, expected 0 to {num_folds - 1}, the folds of the protocol.")
+
+
 def check_at_least(least: float, **values: float) -> None:
     """Check that numbers are finite and not below a limit."""
     for name, value in values.items():

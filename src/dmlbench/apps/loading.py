@@ -215,7 +215,7 @@ class _ModelConfig(Schema, extra="allow"):
 class TrainedModel:
     """A network with the weights of a run's best step and the preprocessing that the run was evaluated with.
 
-    ``print(model)`` says what it is, what it was trained on and its scores.
+    ``print(model)`` shows the network, its training data and its scores.
 
     Attributes:
         name: the run or folder that it was loaded from.

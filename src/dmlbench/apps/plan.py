@@ -13,7 +13,7 @@ from dmlbench.components import component
 from dmlbench.identity import Overrides, PlannedConfig, require_result_of, run_directory
 from dmlbench.results.store import EMBEDDINGS, LOCK, last_error, read_result, run_state
 from dmlbench.runtime import shows_progress
-from dmlbench.types import ConfigError, DmlbenchError, RunError
+from dmlbench.types import ConfigError, DmlbenchError, RunError, check_fold
 
 Compose = Callable[[Overrides], PlannedConfig]
 """The config of overrides of ``dmlbench train``."""
@@ -92,10 +92,8 @@ def make_plan(
     configs: Sequence[PlannedConfig], compose: Compose, output_dir: str, coordinates: Mapping[str, Sequence[int]]
 ) -> Plan:
     """The runs of configs at all folds and repeats of their protocols; ``coordinates`` narrow what is requested."""
-    folds = max((config.num_folds for config in configs), default=0)
-    beyond = [fold for fold in coordinates.get("fold", ()) if not 0 <= fold < folds]
-    if configs and beyond:
-        raise ConfigError(f"fold: got {beyond[0]}, expected 0 to {folds - 1}, the folds of the protocol.")
+    for fold in coordinates.get("fold", ()) if configs else ():
+        check_fold(fold, max(config.num_folds for config in configs))
     known: dict[Overrides, PlannedConfig | str] = {config.overrides: config for config in configs}
     needed = dict.fromkeys(config.planned_by for config in configs if config.planned_by is not None)
     known |= compose_configs((overrides for overrides in needed if overrides not in known), compose)

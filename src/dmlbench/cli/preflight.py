@@ -26,7 +26,7 @@ from dmlbench.config import composing, key_of
 from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.results.caveats import by_fact
 from dmlbench.runtime import select_device, set_strict_float32
-from dmlbench.types import ConfigError, DmlbenchError, RunError, counted, shorten
+from dmlbench.types import ConfigError, DmlbenchError, RunError, check_fold, counted, shorten
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +84,12 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
         if isinstance(config, str):
             found.append((name, config))
             continue
-        for fold in (o.partition("=")[2] for o in job if key_of(o) == "fold"):
-            if fold.isdecimal() and int(fold) >= config.num_folds:
-                reason = f"fold: got {fold}, expected 0 to {config.num_folds - 1}, the folds of the protocol."
-                found.append((name, reason))
+        folds = (o.partition("=")[2] for o in job if key_of(o) == "fold")
+        try:
+            for fold in filter(str.isdecimal, folds):
+                check_fold(int(fold), config.num_folds)
+        except ConfigError as error:
+            found.append((name, str(error)))
     if len(found) == len(jobs):
         reasons = dict.fromkeys(reason for _, reason in found)
         raise ConfigError(f"all {len(jobs)} runs would fail: {'; '.join(reasons)}")

@@ -83,14 +83,14 @@ def evaluate(
     Args:
         source: a run directory, a file of ``dmlbench evaluate``, or rows [N, D].
         labels: of rows [N]; of a file without labels another file.
-        model: of a file whose rows have a distance of their own, the run or exported folder that made it.
+        model: of a file whose rows have their own distance, the run or exported folder that made it.
         metrics: names of ``dmlbench.evaluation.metrics.registry``.
         recall_at: K of metrics that take one.
         config_dir: folder of options that the run was trained with, as ``--config-dir``; its modules can be imported
             from now on.
 
     Returns:
-        ``.scores`` are fractions by name, ``.per_query`` those of every query.
+        ``.scores`` are fractions by name, ``.per_query`` has the scores of every query.
     """
     add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):

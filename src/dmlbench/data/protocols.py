@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dmlbench.data.image_table import rows_of_classes
-from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split
+from dmlbench.types import ConfigError, DataError, ImageTable, IntArray, RetrievalSet, Split, check_fold
 
 _MOST = 1000
 """Folds, repeats or parts of a protocol."""
@@ -61,8 +61,7 @@ class Protocol:
         return check_split(self._split(table, fold), table)
 
     def check_fold(self, fold: int) -> None:
-        if not 0 <= fold < self.num_folds:
-            raise ConfigError(f"fold: got {fold}, expected 0 to {self.num_folds - 1}, the folds of the protocol.")
+        check_fold(fold, self.num_folds)
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         raise NotImplementedError

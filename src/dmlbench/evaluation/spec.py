@@ -25,7 +25,7 @@ class EvaluationSpec:
         back_end: float32 pass of the search. "faiss" with rows on a GPU also runs k-means there.
         tile_bytes: bound of the memory beyond the embeddings.
         metrics: names of ``dmlbench.evaluation.metrics.registry``; "recall_at_k" is for every K.
-        kmeans_seed: seed of the clusters of nmi and ami; the other ``kmeans_`` arguments are those of k-means.
+        kmeans_seed: seed of the clusters of nmi and ami; the other ``kmeans_`` arguments set k-means.
         device: where products run ("auto": a GPU if available); None: the device of the rows.
         shortlist: N: rank only the N items nearest by the distance's cheap rows (see ``search.rerank``); None: all.
     """

@@ -41,6 +41,6 @@ class Regularizer(nn.Module):
         Args:
             output: embeddings [B, D] in float32 and side outputs, which include every required one.
             labels: [B] classes; on the host for a class that declares ``labels_on_host = True``, else on the device.
-            dml_loss: the configured loss, for regularizers that apply it to embeddings of their own.
+            dml_loss: the configured loss, for regularizers that apply it to their own embeddings.
         """
         raise NotImplementedError

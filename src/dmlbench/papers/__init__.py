@@ -62,7 +62,7 @@ class PaperScore:
     Attributes:
         row: the paper's label of the row with its citation, and with that of its group ("C2+" and "GSP" are "C2+GSP").
         setting: what else the column stands for.
-        embedding_size: of the ranked embedding; of a concatenation, those of all models together.
+        embedding_size: of the ranked embedding; of a concatenation, of all models together.
         kind: "separated" or "concatenated" models of the folds.
         mean, std: the printed digits in the table's unit.
         origin: "own" (the authors ran it), "quoted" (from another paper) or "unknown".

@@ -141,7 +141,7 @@ class ConfigRuns:
 
 
 class AggregationRule(Protocol):
-    """What makes a summary of runs; a rule whose folds have test sets of their own sets ``one_test_set`` to False."""
+    """What makes a summary of runs; a rule whose folds have different test sets has ``one_test_set = False``."""
 
     @property
     def scored_on(self) -> Literal["test", "val"]: ...

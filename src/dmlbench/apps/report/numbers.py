@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 FIRST_CURVE = "val/map_at_r"
 _LEVEL = 0.95
 _MOST_STEPS = 250  # points of a curve
+_TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
 _SAME = ("dataset_fingerprint", "base_seed", "n_query", "n_gallery", "search", "scored_on")
 """In what two configs must agree for their runs to be pairs."""
 _GROUPS = ("recipe", "pooling", "head", "loss", "miner", "regularizer", "rerank")
@@ -164,17 +165,21 @@ def _metric_of(name: str) -> str:
     return score if what == "val" and (score in METRICS or score.rpartition("_")[0] + "_k" in METRICS) else ""
 
 
+def has_test_images_of(first: ConfigSummary, config: ConfigSummary) -> bool:
+    """Whether two configs were tested on the same images."""
+    return all(config.summary[key] == first.summary[key] for key in _TESTED_ON)
+
+
 def classes(
     configs: Sequence[ConfigSummary], metrics: Sequence[str], names: Sequence[str] | None, most: int
 ) -> dict[str, Any]:  # fmt: skip
     """Scores by class of the queries, a config's being means over its complete runs.
 
     ``names`` are by label, if known. The ``most`` classes of the lowest first score, averaged over the configs, stay.
-    Configs of other data than the first have no scores here.
+    Configs tested on other images than the first have no scores here.
     """
-    data = [config.summary["dataset_fingerprint"] for config in configs]
-    of_data = {i: _by_class(config) for i, config in enumerate(configs) if data[i] == data[0]}
-    table = pd.concat(of_data, names=["config"])
+    alike = {i: _by_class(config) for i, config in enumerate(configs) if has_test_images_of(configs[0], config)}
+    table = pd.concat(alike, names=["config"])
     shown = [name for name in metrics if name in table]
     if not shown:
         return {"metrics": [], "rows": [], "of": 0}

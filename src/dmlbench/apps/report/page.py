@@ -53,12 +53,6 @@ _REPRESENTATIVE = (
     "Queries and the images nearest to them. The queries are a random sample (fixed seed) of which every config gets\n"
     "about the same share right as of all queries. Solid green: same class as the query; dashed red: another."
 )
-_TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
-
-
-def has_test_images_of(first: ConfigSummary, config: ConfigSummary) -> bool:
-    """Whether two configs were tested on the same images."""
-    return all(config.summary[key] == first.summary[key] for key in _TESTED_ON)
 
 
 def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
@@ -68,7 +62,7 @@ def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
         require_own_files(config.complete[0], read_result(config.complete[0]))
         if config not in shown:
             log.warning("%s is missing: no images are shown of %s", config.complete[0] / EMBEDDINGS, config.label)
-    return [config for config in shown if has_test_images_of(configs[0], config)]
+    return [config for config in shown if numbers.has_test_images_of(configs[0], config)]
 
 
 @dataclass(frozen=True)
@@ -333,7 +327,7 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
     why: dict[str, str] = {}
     for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not shows_progress())):
         run_dir = config.complete[0]
-        if not has_test_images_of(configs[0], config):
+        if not numbers.has_test_images_of(configs[0], config):
             why[str(i)] = f"tested on other images than {configs[0].label}"
             continue
         try:
