@@ -55,6 +55,12 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     frame = db.table(output_dir=tmp_path / "out", allow_partial=True)
     assert frame.loc[0, "mean MAP@R mean"] == pytest.approx(100 * scores["map_at_r"])
     assert "PARTIAL: 1 of 3 runs" in frame.loc[0, "notes"]
+    other = read_result(db.run(*SHORT, *place, "metrics=p_at_1,map_at_r", "pooling=gmp"))["metrics"]["test"]
+    pair = ["**/*-gap-*", "**/*-gmp-*"]
+    difference = db.table(compare=pair, metrics=["map_at_r"], output_dir=tmp_path / "out", allow_partial=True)
+    assert difference.loc[0, "difference"] == pytest.approx(other["map_at_r"] - scores["map_at_r"])
+    with pytest.raises(ConfigError, match=r"compare: got 1 config, expected two or more\."):
+        db.table(compare=pair[:1], output_dir=tmp_path / "out")
     with pytest.raises(ConfigError, match="did you mean 'pooling"):
         db.run("poolin=gsp")
     rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3

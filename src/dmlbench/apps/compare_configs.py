@@ -35,7 +35,7 @@ from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
 from dmlbench.runtime import shows_progress
 from dmlbench.training.fit import HISTORY
-from dmlbench.types import ConfigError, DmlbenchError, RunError, flatten
+from dmlbench.types import ConfigError, DmlbenchError, RunError, counted, flatten
 
 log = logging.getLogger(__name__)
 
@@ -337,6 +337,17 @@ def _notes_of_pairs(
     values = {key: [f"{own[key]} ({label})" for own, label in zip(settings, labels, strict=True) if key in own]
               for own in settings for key in own}  # fmt: skip
     return notes + [f"different {key}: {', '.join(texts)}" for key, texts in sorted(values.items())]
+
+
+def compare_with_first(
+    output_dir: str, patterns: Sequence[str], spec: EvaluationSpec, *, among: str = "**", allow_partial: bool = False
+) -> list[PairedConfigs]:
+    """``compare_configs`` of the first pattern and each other one."""
+    if len(patterns) < 2:
+        raise ConfigError(f"compare: got {counted(len(patterns), 'config')}, expected two or more.")
+    first, *others = patterns
+    options: Any = {"among": among, "allow_partial": allow_partial}
+    return [compare_configs(output_dir, [first, other], spec, **options) for other in others]
 
 
 def compare_configs(

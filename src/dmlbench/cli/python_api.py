@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from dmlbench.apps.compare_configs import build_tables, find_configs
+from dmlbench.apps.compare_configs import build_tables, compare_with_first, comparison_table, find_configs
 from dmlbench.apps.embeddings import evaluate_from
 from dmlbench.cli.arguments import in_train
 from dmlbench.cli.hydra_command import ProgressFriendlyHandler
@@ -116,6 +116,7 @@ def _warned(found: Evaluation) -> Evaluation:
 def table(
     configs: str = "**",
     *,
+    compare: Sequence[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     metrics: Sequence[str] = ("p_at_1", "map_at_r"),
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
@@ -126,6 +127,7 @@ def table(
 
     Args:
         configs: pattern of ``<data set>/<protocol>/<config>``.
+        compare: patterns of two or more configs: return the differences from the first, as ``compare=`` does.
         output_dir: folder of the runs; None: ``DMLBENCH_OUTPUT``, else ``outputs``, as for ``run``.
         metrics: scores to show; what the runs lack is computed and kept.
         recall_at: K of metrics that take one.
@@ -135,11 +137,16 @@ def table(
 
     Returns:
         Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
-        say what the scores are not: partial, selected on the test set, imported.
+        say what the scores are not: partial, selected on the test set, imported. With ``compare``: a row a config and
+        metric, with both means and their ``difference`` as fractions, its 95 % interval (``low``, ``high``), ``p_value``
+        and ``p_holm``, which Holm's method corrects.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))
     root = compose("table", []).paths.output_dir if output_dir is None else str(output_dir)
+    if compare is not None:
+        pairs = compare_with_first(root, compare, spec, among=configs, allow_partial=allow_partial)
+        return comparison_table(pairs).to_frame()
     found: list[Any] = []
     tables = build_tables(find_configs(root, configs, spec, allow_partial=allow_partial), spec)
     for (dataset, protocol), one in tables.items():

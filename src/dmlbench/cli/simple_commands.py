@@ -176,7 +176,7 @@ def aggregate(args: Any) -> None:
 
 
 def table(args: Any) -> None:
-    from dmlbench.apps.compare_configs import build_tables, compare_configs, comparison_table, find_configs, runs_frame
+    from dmlbench.apps.compare_configs import build_tables, compare_with_first, comparison_table, find_configs, runs_frame
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write
 
@@ -185,15 +185,9 @@ def table(args: Any) -> None:
     spec = component(args.evaluation)
     folder = Path(args.paths.output_dir) / "tables"
     if args.compare is not None:
-        if len(args.compare) < 2:
-            raise ConfigError(f"compare: got {len(args.compare)} config, expected two or more.")
-        first, *others = args.compare
-        found = [
-            compare_configs(
-                args.paths.output_dir, [first, other], spec, among=args.configs, allow_partial=args.allow_partial
-            )
-            for other in others
-        ]
+        found = compare_with_first(
+            args.paths.output_dir, list(args.compare), spec, among=args.configs, allow_partial=args.allow_partial
+        )
         dataset, protocol = found[0].first.parts[-3:-1]
         comparison_table(found).publish(folder / (args.name or f"{dataset}-{protocol}-differences"))
         return
