@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,22 @@ from omegaconf import DictConfig
 from dmlbench.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with ``fast_sample(n)``, mark all but n evenly spaced cases slow."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast_sample"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("fast_sample")
+        assert marker is not None
+        fast = set(np.linspace(0, len(group) - 1, marker.args[0]).round().astype(int))
+        for index, item in enumerate(group):
+            if index not in fast:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

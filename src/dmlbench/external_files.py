@@ -162,7 +162,7 @@ class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
 
 
 def _first_error(error: ValidationError, schema: type[BaseModel], content: Any) -> str:
-    first = error.errors(include_url=False)[0]
+    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")  # a misspelt key
     place = ".".join(_place(first["loc"], content))
     if first["type"] == "extra_forbidden":
         return f"{place} is unknown" + (f"; {closest(place, list(schema.model_fields))}" if "." not in place else "")

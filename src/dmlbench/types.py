@@ -241,12 +241,20 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, pr
     import difflib
 
     swapped = {f"{name[:i]}{name[i + 1]}{name[i]}{name[i + 2 :]}" for i in range(len(name) - 1)}
-    near = [each for each in known if each in swapped] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    most = min(most, _NAMES_IN_ERRORS) if near else most
-    listing = ", ".join(sorted(known)[:most])
+    lower = {each.lower(): each for each in known}
+    near = [each for each in known if each in swapped]
+    near = near or [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)]
+    if near and len(known) > _NAMES_IN_ERRORS:
+        return f"did you mean '{prefix}{near[0]}'?"
+    listing = ", ".join(sorted(known, key=_with_numbers)[:most])
     if len(known) > most:
         listing += f" and {len(known) - most:,} more"
     return f"did you mean '{prefix}{near[0]}'? known: {listing}" if near else f"known: {listing}"
+
+
+def _with_numbers(name: str) -> list[str | int]:
+    """Sort "blocks.2" before "blocks.10"."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def shorten(names: Sequence[str] | NDArray[np.str_], *, most: int = 10) -> str:

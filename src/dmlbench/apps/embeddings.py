@@ -195,7 +195,9 @@ def _check_request(args: Any) -> None:
         known = score_names(score for score in scores if score.metric.better == "higher")
         for name, least in args.fail_below.items():
             if name not in known:
-                raise ConfigError(f"fail_below: got {name}, expected of {', '.join(known)}. Set metrics= for others.")
+                raise ConfigError(
+                    f"fail_below: got {name}, expected one of {', '.join(known)}. Add others to metrics=."
+                )
             if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
                 raise ConfigError(f"fail_below.{name}: got {least}, expected a fraction from 0 to 1.")
 

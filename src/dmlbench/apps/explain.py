@@ -75,7 +75,10 @@ def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
         shares, nearest = run.model.explain(batch.images)
         if shares is None:
             name = run.choices.get("pooling", "its pooling")
-            raise RunError(f"{name} does not say how much each place counts; explain a run of another pooling")
+            raise RunError(
+                f"pooling={name} has no contributions to show. Give its class a method `contributions` (see Pooling in "
+                "docs/python.md), or explain a run of another pooling."
+            )
         images.append(batch.images.cpu().numpy())
         size = batch.images.shape[2:]
         larger = F.interpolate(shares[:, None].float() * shares[0].numel(), size=size, mode="bilinear")

@@ -81,15 +81,20 @@ def import_config(args: Any) -> Imported:
     spec: EvaluationSpec = component(args.evaluation)
     name = f"{args.name}-imported-{config_sha256(as_config(_identity(args)))[:8]}"
     config = Path(args.paths.output_dir) / str(args.dataset["name"]) / protocol.name / name
-    scores = {}
+    scores, problems = {}, []
     checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
         split = protocol.split(table, fold=fold)
         if split.test is None:
             raise ConfigError(f"protocol '{protocol.name}' does not look at the test half; import under another")
         of = files[fold, repeat]
-        stored = read_embeddings(of["embeddings"], **{key: of.get(key) for key in FILES[1:]})
-        checked[fold, repeat] = (split, *_of_table(stored, table, split.test, str(of["embeddings"])))
+        try:
+            stored = read_embeddings(of["embeddings"], **{key: of.get(key) for key in FILES[1:]})
+            checked[fold, repeat] = (split, *_of_table(stored, table, split.test, str(of["embeddings"])))
+        except RunError as error:
+            problems.append(str(error))
+    if problems:
+        raise RunError("\n  ".join(problems))
     widths = {found.queries.rows.shape[1] for _, found, _ in checked.values()}
     if len(widths) > 1:
         raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a config has one width")
@@ -116,7 +121,7 @@ def files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, P
     files = {}
     for key, pattern in patterns.items():
         if unknown := set(re.findall("{.*?}", pattern)) - places.keys():
-            raise ConfigError(f"{key}: got the place {min(unknown)}, expected {{fold}} and {{repeat}} alone.")
+            raise ConfigError(f"{key}: got the placeholder {min(unknown)}, expected only {{fold}} and {{repeat}}.")
         name = re.sub("{.*?}", lambda place: places[place[0]], pattern)
         files[key] = Path(name).expanduser()
     return files
@@ -136,13 +141,19 @@ def _of_table(
     found, theirs, ours = [], [], []
     for what, part, rows in pairs:
         if len(part) != len(rows):
-            raise RunError(f"{source} has {len(part)} {what} rows, the test half of {table.name} {len(rows)}")
+            raise RunError(
+                f"{source}: got {len(part)} {what} rows, expected {len(rows)}, the test half of {table.name}. Check "
+                "dataset= and its options, protocol= and the fold."
+            )
         order = np.arange(len(rows)) if is_by_order else _order_of(part.ids.numpy(), rows, table, source)
         labels = part.labels.numpy()[order]
         found.append(EmbeddingSet(part.rows[order], torch.from_numpy(table.labels[rows]), torch.from_numpy(rows)))
         theirs.append(labels)
         ours.append(rows)
-    _require_same_classes(np.concatenate(theirs), np.concatenate(ours), table, source)
+    remedy = (
+        "Give ids, or bring the rows into the data set's order." if is_by_order else "Correct the labels, or the ids."
+    )
+    _require_same_classes(np.concatenate(theirs), np.concatenate(ours), table, source, remedy)
     return StoredEmbeddings(found[0], found[1] if len(found) > 1 else None, {}), is_by_order
 
 
@@ -158,7 +169,7 @@ def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> 
     return np.asarray(order[np.searchsorted(ids[order], rows)])
 
 
-def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, source: str) -> None:
+def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, source: str, remedy: str) -> None:
     """Insist that numbers of classes stand one to one for those of the data set."""
     ours = table.labels[rows]
     pairs = np.unique(np.stack([theirs, ours]), axis=1)
@@ -166,8 +177,8 @@ def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, s
         found, counts = np.unique(values, return_counts=True)
         if counts.max() > 1:
             raise RunError(
-                f"{source} is not of the test images of {table.name} in this order: {what} {found[counts.argmax()]} "
-                f"stands for {counts.max()} {others}. Give ids, or bring the rows into the data set's order."
+                f"{source} does not have the labels of the test images of {table.name}: {what} "
+                f"{found[counts.argmax()]} stands for {counts.max()} {others}. {remedy}"
             )
 
 

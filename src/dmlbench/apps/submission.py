@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch.nn.functional import normalize
 
 from dmlbench.apps.import_embeddings import Imported, files_of, import_config
 from dmlbench.components import component
 from dmlbench.evaluation.embeddings.embed import read_embeddings
 from dmlbench.external_files import Schema, read
-from dmlbench.types import RunError
+from dmlbench.types import RunError, is_file_name
 
 DESCRIPTION = "submission.yaml"
 _COMPARED = 64  # images by whose cosines two files are recognized as one model, whatever its rotation or scale
@@ -28,7 +28,7 @@ Coordinates = tuple[int, int]
 class Submission(Schema):
     """``submission.yaml``; the words are printed as they are under every table."""
 
-    method: str = Field(min_length=1)
+    method: str
     backbone: str = Field(min_length=1)
     pretraining_data: str = Field(min_length=1)
     trained_parameters: int = Field(ge=0)
@@ -41,6 +41,13 @@ class Submission(Schema):
     protocol: str = Field(default="mlrc", pattern=r"^\w+$")
     embeddings: str = "fold{fold}_rep{repeat}.npz"
     gallery: str | None = None
+
+    @field_validator("method")
+    @classmethod
+    def _names_files(cls, name: str) -> str:
+        if not is_file_name(name):
+            raise ValueError("letters, digits, '.', '_' and '-'")
+        return name
 
     @property
     def trained(self) -> str:
@@ -83,7 +90,12 @@ def check_submission(args: Any, submission: Submission, folder: Path) -> Checked
     protocol = component(args.protocol)
     coordinates = itertools.product(range(protocol.num_folds), range(protocol.num_repeats))
     files = {at: files_of({"embeddings": str(given["embeddings"])}, *at)["embeddings"] for at in coordinates}
-    _require_different_models({at: file for at, file in files.items() if file.is_file()})
+    if missing := [file for file in files.values() if not file.is_file()]:
+        raise RunError(
+            f"{len(missing)} of the {len(files)} files of protocol '{protocol.name}' are missing, such as "
+            f"{missing[0]}. A submission needs all of them."
+        )
+    _require_different_models(files)
     imported = import_config(
         dataclasses.replace(
             args,

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from dmlbench.cli.hydra_command import SweepFailed
 from dmlbench.config import config_folder
@@ -38,6 +38,8 @@ _NO_MEMORY = re.compile("out of memory|can(no|')t allocate memory|not enough mem
 _ALIASES = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "steps"), "fit.max_steps"),
     **dict.fromkeys(("early_stopping", "early_stopping_patience"), "fit.patience"),
+    **dict.fromkeys(("amp", "mixed_precision", "fp16", "bf16"), "fit.precision"),
+    **dict.fromkeys(("freeze", "freeze_backbone", "frozen"), "backbone.frozen_until"),
     "batch_size": "sampler.classes_per_batch",
     "learning_rate": "optim.lr",
     "seed": "base_seed",
@@ -134,14 +136,25 @@ def explain(error: Exception) -> str:
     cause = root_cause(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        written = ". Every run writes history.csv." if group == "logger" else ""
-        return f"{group}={option} is unknown: {closest(option, list(error.options))}{written}"
+        nearest = closest(option, list(error.options))
+        remedy = ". Every run writes history.csv." if group == "logger" else ""
+        if not (remedy or nearest.startswith("did you mean")):
+            remedy = ". Options of your own need --config-dir=<folder>."
+        return f"{group}={option} is unknown: {nearest}{remedy}"
     if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and "not in" in str(cause):
         key, parent = str(cause.key), cause.parent_node
         known = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
         prefix = str(cause.full_key).removesuffix(key)
-        nearest = closest(key, known, prefix=prefix) if prefix else closest_key(key, known, parent)
-        return f"the configuration has no key '{cause.full_key}': {nearest}"
+        if not known and prefix:
+            return f"the configuration has no key '{cause.full_key}'. To add it, write +{cause.full_key}=<value>."
+        return f"the configuration has no key '{cause.full_key}': {closest_key(key, known, parent, prefix)}"
+    if isinstance(cause, InterpolationKeyError) and cause.parent_node is not None:
+        wrong = re.search(r"Interpolation key '([^']+)' not found", str(cause))
+        prefix, _, name = wrong[1].rpartition(".") if wrong else ("", "", "")
+        node = OmegaConf.select(cause.parent_node._get_root(), prefix) if prefix else None
+        if wrong and isinstance(node, DictConfig):
+            nearest = closest(name, [str(each) for each in node], prefix=f"{prefix}.")
+            return f"{cause.full_key}: got ${{{wrong[1]}}}, which has no value: {nearest}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} is missing: expected {cause.full_key}=<value>"
     expected = next((kind for said, kind in _EXPECTED.items() if said in str(cause)), None)
@@ -157,12 +170,18 @@ def explain(error: Exception) -> str:
     return message
 
 
-def closest_key(name: str, known: Sequence[str], config: Any) -> str:
-    """As ``closest`` of top-level keys, but ``optim.lr`` for ``lr``, if the composed ``config`` has such a key."""
-    wanted = _ALIASES.get(name, name)
+def closest_key(name: str, known: Sequence[str], config: Any, prefix: str = "") -> str:
+    """As ``closest``, but a key further down, such as ``optim.lr`` for ``lr``, if the composed ``config`` has one.
+
+    Args:
+        prefix: of the keys of ``config``.
+    """
+    wanted = _ALIASES.get(name, name).removeprefix(prefix)
     keys = flatten(OmegaConf.to_container(config, resolve=False))
     nested = [key for key in keys if f".{key}".endswith(f".{wanted}") and not key.startswith(("hydra.", "runtime."))]
-    return f"did you mean '{min(nested, key=len)}'?" if nested else closest(name, known)
+    if nested:
+        return f"did you mean '{prefix}{min(nested, key=len)}'?"
+    return closest(name, known, prefix=prefix)
 
 
 def groups() -> list[str]:

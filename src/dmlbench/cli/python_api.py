@@ -138,8 +138,8 @@ def table(
     Returns:
         Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
         say what the scores are not: partial, selected on the test set, imported. With ``compare``: a row a config and
-        metric, with both means and their ``difference`` as fractions, its 95 % interval (``low``, ``high``), ``p_value``
-        and ``p_holm``, which Holm's method corrects.
+        metric, with both means and their ``difference`` as fractions, its 95 % interval (``low``, ``high``),
+        ``p_value`` and ``p_holm``, which Holm's method corrects.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))

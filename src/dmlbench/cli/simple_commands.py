@@ -176,7 +176,13 @@ def aggregate(args: Any) -> None:
 
 
 def table(args: Any) -> None:
-    from dmlbench.apps.compare_configs import build_tables, compare_with_first, comparison_table, find_configs, runs_frame
+    from dmlbench.apps.compare_configs import (
+        build_tables,
+        compare_with_first,
+        comparison_table,
+        find_configs,
+        runs_frame,
+    )
     from dmlbench.components import component
     from dmlbench.runtime import atomic_write
 

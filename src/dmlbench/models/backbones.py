@@ -263,9 +263,9 @@ class Backbone(nn.Module):
     def _check_stage(self, name: str) -> None:
         stages = list(self.named_stages())
         if name not in stages[:-1]:
-            raise ConfigError(f"frozen_until: {closest(name, [*stages[:-1], ALL])}, got '{name}'.")
+            raise ConfigError(f"backbone.frozen_until: got '{name}', {closest(name, [*stages[:-1], ALL])}")
         if len(self.channels) > 1:
-            raise ConfigError(f"frozen_until: got {name} for maps of several levels, expected {ALL} or null.")
+            raise ConfigError(f"backbone.frozen_until: got {name} for maps of several levels, expected {ALL} or null.")
 
 
 def select_levels(out_levels: Sequence[int], count: int) -> tuple[int, ...]:

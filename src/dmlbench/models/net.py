@@ -126,9 +126,12 @@ class PooledModel(MetricModel):
             return ModelOutput(self.projection.finished(_at_least_float32(self.projection(images.flatten(1)))), {})
         x = self.last_map(images)
         pooled: Pooled = self.pooling(x, self.projection)
-        if pooled.embedding.shape[1:] != (self.embedding_size,):
+        if not isinstance(pooled, Pooled) or pooled.embedding.shape[1:] != (self.embedding_size,):
+            got = type(pooled).__name__
+            if isinstance(pooled, Pooled):
+                got = f"embeddings of {tuple(pooled.embedding.shape)}"
             raise ConfigError(
-                f"{type(self.pooling).__name__}: got embeddings of {tuple(pooled.embedding.shape)}, expected "
+                f"{type(self.pooling).__name__}: got {got}, expected Pooled with embeddings "
                 f"[B, {self.embedding_size}]. A pooling's forward must return Pooled(project(...))."
             )
         embedding = self.projection.finished(_at_least_float32(pooled.embedding))

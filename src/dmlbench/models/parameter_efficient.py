@@ -38,8 +38,8 @@ class Tuning:
             )
         if backbone.frozen_until is not None:
             raise ConfigError(
-                f"tuning: got {self.name} with backbone.frozen_until={backbone.frozen_until}, expected null. Set it or "
-                "tuning=none."
+                f"tuning: got {self.name} with backbone.frozen_until={backbone.frozen_until}, expected null. Set "
+                "backbone.frozen_until=null or tuning=none."
             )
         backbone.requires_grad_(False)
         self._tune(backbone.model)

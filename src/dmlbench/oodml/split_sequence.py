@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse
 
 from dmlbench.oodml.frechet import Float, Gaussian, distance_of_gaussians, gaussian_of_moments, gaussian_of_rows
-from dmlbench.types import DataError, IntArray, check_choice
+from dmlbench.types import DataError, IntArray, check_choice, counted
 
 Over = Literal["class_means", "samples"]
 OVER = get_args(Over)
@@ -92,11 +92,11 @@ class _Half:
 class _Halves:
     def __init__(self, features: ClassFeatures, train: Sequence[int], test: Sequence[int]) -> None:
         if shared := set(train) & set(test):
-            raise DataError(f"the halves share {len(shared)} classes, such as {min(shared)}.")
+            raise DataError(f"the halves share {counted(len(shared), 'class')}, such as {min(shared)}.")
         known = set(np.flatnonzero(np.diff(features.start)).tolist())
         for name, classes in (("train", train), ("test", test)):
             if len(classes) < 2:
-                raise DataError(f"{name} half: got {len(classes)} classes, expected two or more.")
+                raise DataError(f"{name} half: got {counted(len(classes), 'class')}, expected two or more.")
             if without := sorted(set(classes) - known):
                 raise DataError(f"{len(without)} classes of the {name} half have no features, such as {without[0]}.")
         self.means = features.means
@@ -237,7 +237,7 @@ def alike_halves(features: ClassFeatures, classes: Sequence[int], *, seed: int) 
     for c in classes:
         rows = features.rows[features.start[c] : features.start[c + 1]]
         if len(rows) < 2:
-            raise DataError(f"class {c}: got {len(rows)} images, expected two or more.")
+            raise DataError(f"class {c}: got {counted(len(rows), 'image')}, expected two or more.")
         drawn = generator.permutation(len(rows))
         for part, chosen in zip(parts, (drawn[: len(rows) // 2], drawn[len(rows) // 2 :]), strict=True):
             part.append(rows[chosen].mean(axis=0)[None] if features.over == "class_means" else rows[chosen])

@@ -149,9 +149,9 @@ class WandbLogger:
     """
 
     def __init__(
-        self, *, run_dir: Path, run_id: str, configuration: str, mode: Literal["offline", "online"] = "offline",
-        project: str = "dmlbench", entity: str | None = None, tags: Sequence[str] = (),
-        init: Mapping[str, Any] | None = None,
+        self, *, run_dir: Path, run_id: str, configuration: str,
+        mode: Literal["offline", "online", "disabled"] = "offline", project: str = "dmlbench",
+        entity: str | None = None, tags: Sequence[str] = (), init: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._run_dir, self._run_id, self._configuration = run_dir.resolve(), run_id, configuration
         self._mode, self._project, self._entity, self._tags = mode, project, entity, list(tags)

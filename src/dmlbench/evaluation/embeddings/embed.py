@@ -190,7 +190,11 @@ def read_embeddings(
         return load_embeddings(path)
     query = _arrays(path, parts, labels, "labels")
     others = None if gallery is None else _arrays(gallery, _read_arrays(gallery), gallery_labels, "gallery_labels")
-    return StoredEmbeddings(*sets_of_arrays(query, others), dict(BY_ORDER) if query[2] is None else {})
+    try:
+        sets = sets_of_arrays(query, others)
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from None
+    return StoredEmbeddings(*sets, dict(BY_ORDER) if query[2] is None else {})
 
 
 def _arrays(path: str | Path, parts: dict[str, Array], labels: str | Path | None, option: str) -> Arrays:
@@ -232,6 +236,10 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
                 with loaded:
                     return {name: loaded[name] for name in loaded.files}
     except Exception as error:  # readers of damaged files raise almost anything
+        if "allow_pickle" in str(error):
+            raise RunError(
+                f"{path}: got an array of Python objects, expected numbers or text. Save it with .astype(str)."
+            ) from error
         raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
     if isinstance(loaded, dict):
         return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
@@ -317,12 +325,14 @@ def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
     """Raise RunError unless both sets hold finite rows of one width, with a label and an id each."""
     named = {"query": queries} if gallery is queries else {"query": queries, "gallery": gallery}
     for name, part in named.items():
-        counts = part.rows.shape[:1], part.labels.shape, part.ids.shape
-        if part.rows.ndim != 2 or not part.rows.shape[1] or len(set(counts)) > 1:
-            raise RunError(
-                f"{name} set needs rows [N, D] with N labels and N ids; got rows {tuple(part.rows.shape)}, "
-                f"labels {tuple(part.labels.shape)} and ids {tuple(part.ids.shape)}"
-            )
+        shape = tuple(part.rows.shape)
+        if len(shape) != 2 or not shape[1]:
+            raise RunError(f"{name} rows: got shape {shape}, expected [N, D].")
+        for what, values in (("labels", part.labels), ("ids", part.ids)):
+            if tuple(values.shape) != shape[:1]:
+                raise RunError(
+                    f"{name} {what}: got shape {tuple(values.shape)}, expected ({shape[0]},), one for each row."
+                )
         if not 0 < len(part) < MAX_ROWS:
             raise RunError(f"the {name} set has {len(part)} rows, expected 1 to {MAX_ROWS - 1}")
         check_finite(part.rows, part.ids, what=f"{name} embedding")
