@@ -72,7 +72,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (
             ["embeddings=unread.npz", "++fail_below={map:0.2}"],
             ConfigError,
-            "fail_below: got map, expected of p_at_1, rec",
+            "fail_below: got map, expected one of p_at_1, rec",
         ),
         (
             ["embeddings=unread.npz", "++fail_below={map_at_r:20}"],

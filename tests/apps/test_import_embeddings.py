@@ -85,13 +85,17 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
     run = next(iter(find_runs(tmp_path / "out"))).path
     assert read_result(run)["imported"]["ids"] == "by order"
     for changed, message in (
-        ({"ids": None, "labels": np.roll(in_order, 1)}, r"in this order: label \d+ stands for 2 classes"),
-        ({"ids": None, "labels": np.arange(24)}, r"in this order: class \d+ stands for 4 labels"),
+        ({"ids": None, "labels": np.roll(in_order, 1)}, r"label \d+ stands for 2 classes\. Give ids"),
+        ({"ids": None, "labels": np.arange(24)}, r"class \d+ stands for 4 labels"),
         ({"ids": None, "labels": np.zeros(24, int)}, "label 0 stands for"),
+        ({"labels": np.roll(in_order, 1)}, r"label \d+ stands for \d+ classes\. Correct the labels, or the ids"),
         ({"ids": np.arange(10, 34)}, r"has the id 10, expected the row of each test image of .*: here 24 to 47"),
-        ({"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)}, "has 5 query rows, .* 24"),
-        ({"ids": None, "labels": [*in_order, 0]}, r"got rows \(24, \d+\), labels \(25,\)"),
-        ({"ids": None, "labels": in_order[1:]}, r"got rows \(24, \d+\), labels \(23,\)"),
+        (
+            {"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)},
+            "got 5 query rows, expected 24, the test half of",
+        ),
+        ({"ids": None, "labels": [*in_order, 0]}, r"npz: query labels: got shape \(25,\), expected \(24,\)"),
+        ({"ids": None, "labels": in_order[1:]}, r"query labels: got shape \(23,\)"),
         ({"rows": np.full((24, 2), np.nan, np.float32)}, r"holds NaN or infinity \(24 of 24"),
     ):
         write(tmp_path, table, **changed)
@@ -103,9 +107,9 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
 def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None:
     for pattern, message in (
         ("{fold}.npz", r"embeddings: got .*{fold}.npz, expected a file for each of 4 {fold} and 3 {repeat}"),
-        ("{fold}_{seed}.npz", "embeddings: got the place {seed}, expected {fold} and {repeat} alone"),
-        ("f{fold:s}r{repeat}.npz", "embeddings: got the place {fold:s}, expected {fold} and {repeat} alone"),
-        ("{fold}{repeat:>100000000}.npz", "embeddings: got the place {repeat:>100000000}, expected"),
+        ("{fold}_{seed}.npz", "embeddings: got the placeholder {seed}, expected only {fold} and {repeat}"),
+        ("f{fold:s}r{repeat}.npz", "embeddings: got the placeholder {fold:s}, expected only {fold} and {repeat}"),
+        ("{fold}{repeat:>100000000}.npz", "embeddings: got the placeholder {repeat:>100000000}, expected"),
     ):
         with pytest.raises(ConfigError, match=message):
             taken(tmp_path, f"embeddings='{pattern}'")

@@ -9,7 +9,7 @@ import torch
 from composed import arguments
 from written_runs import write_run
 
-from dmlbench.apps.compare_configs import ConfigSummary, compare_configs, comparison_table
+from dmlbench.apps.compare_configs import ConfigSummary, compare_configs, compare_with_first, comparison_table
 from dmlbench.apps.loading import load_run
 from dmlbench.apps.report.page import draw_report
 from dmlbench.cli import simple_commands
@@ -49,9 +49,11 @@ def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
     text = table.to_text()
     # d = 0.02, 0.03 in both folds: t(0.975, 2) sqrt(2 * 5e-5) / (2 sqrt(2)) = 4.3027 * 0.0035355
     assert table.title == "Differences from gap"
-    assert (
-        "P@1\nB        A      B  B - A   95 % interval      p\ngsp  55.00  57.50  +2.50  [+0.98, +4.02]  0.019" in text
+    head, row = (
+        "config B      A      B  B - A   95 % interval      p",
+        "gsp       55.00  57.50  +2.50  [+0.98, +4.02]  0.019",
     )
+    assert f"P@1\n{head}\n{row}" in text
     assert "intra-class distance\n" in text and ["gsp", "1.10", "1.15", "+0.05"] in [
         s.split()[:4] for s in text.split("\n")
     ]
@@ -70,16 +72,22 @@ def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
     table = comparison_table([compare_configs(str(tmp_path), ["*gap*", other], P_AT_1) for other in ("*gsp*", "*gem*")])
     text = table.to_text()
     # two degrees of freedom, t = 0.025 / 0.0035355 and 0.005 / 0.0035355: p 0.0194 and 0.2929, times 2 and 1
-    assert "gsp  55.00  57.50  +2.50  [+0.98, +4.02]  0.039" in text
-    assert "gem  55.00  54.50  -0.50  [-2.02, +1.02]   0.29" in text
+    assert "gsp       55.00  57.50  +2.50  [+0.98, +4.02]  0.039" in text
+    assert "gem       55.00  54.50  -0.50  [-2.02, +1.02]   0.29" in text
     assert "corrected over 2 configs (Holm)" in text and "4 pairs of runs" in text
     assert "Rows also differ in fit.max_steps (values: column settings of the CSV)" in text
     assert table.to_frame()["settings"].tolist() == ["fit.max_steps=300", "fit.max_steps=100"]
+    by_label = compare_with_first(str(tmp_path), ["gap", "gsp", "gem"], P_AT_1, allow_partial=True)
+    assert comparison_table(by_label).to_text() == text
+    with pytest.raises(ConfigError, match=r"compare: got net-gsp-2 twice, expected each config once\."):
+        compare_with_first(str(tmp_path), ["*gap*", "gsp", "*gsp*"], P_AT_1, allow_partial=True)
+    with pytest.raises(RunError, match=r"'gmp' matches none .* Rows: gap, gem, gsp"):
+        compare_with_first(str(tmp_path), ["gap", "gmp"], P_AT_1, allow_partial=True)
     write(tmp_path, "net-few-4", 0, 0, 0.5)
     few = [compare_configs(str(tmp_path), ["*gap*", other], P_AT_1, allow_partial=True) for other in ("*gsp*", "*few*")]
     table = comparison_table(few)
     text = table.to_text()
-    assert "1 pairs of runs with the same fold, repeat and seed, t over folds (few)" in text
+    assert "1 pair of runs with the same fold, repeat and seed, t over folds (few)" in text
     assert table.to_frame()["p_holm"].isna().tolist() == [False, True]
     assert "p of a two-sided paired t test\n" in text  # a single one needs no correction
 

@@ -94,14 +94,14 @@ def broken_rows() -> NDArray[np.float32]:
 @pytest.mark.parametrize(
     ("rows", "labels", "ids", "message"),
     [
-        (ROWS[:, :0], LABELS, None, r"query set needs rows .*; got rows \(30, 0\)"),
+        (ROWS[:, :0], LABELS, None, r"query rows: got shape \(30, 0\), expected \[N, D\]"),
         (broken_rows(), LABELS, None, r"row id 3 holds NaN or infinity \(2 of 30"),
         (ROWS.astype(np.float64) * 1e300, LABELS, None, r"row id 0 holds NaN or infinity \(30 of 30"),
         (ROWS.astype(np.int32), LABELS, None, "query rows: got int32, expected floating-point numbers"),
         (ROWS.astype(object), LABELS, None, "query rows: got object, expected numbers"),
         (np.ma.masked_array(ROWS, ROWS > 1), LABELS, None, "query rows: got a masked array"),
-        (ROWS[:, 0], LABELS, None, r"got rows \(30,\)"),
-        (ROWS, LABELS[:-1], None, r"got rows \(30, 4\), labels \(29,\)"),
+        (ROWS[:, 0], LABELS, None, r"query rows: got shape \(30,\)"),
+        (ROWS, LABELS[:-1], None, r"query labels: got shape \(29,\), expected \(30,\)"),
         (ROWS, LABELS.astype(float), None, "query labels: got float64, expected whole numbers"),
         (ROWS, torch.from_numpy(LABELS > 1), None, r"query labels: got torch\.bool, expected whole numbers"),
         (ROWS, LABELS, np.arange(N) // 2, "row id 0 occurs more than once"),

@@ -290,7 +290,11 @@ def test_full_disk_while_writing_a_checkpoint_is_one_message(dmlbench, tmp_path)
 @pytest.mark.parametrize(
     ("overrides", "expected", "message"),
     [
-        (["sampler.classes_per_batch=7"], 2, "classes_per_batch (7) exceeds the 6 training classes"),
+        (
+            ["sampler.classes_per_batch=7"],
+            2,
+            "sampler.classes_per_batch: got 7, expected at most 6, the training classes",
+        ),
         (["dataset.table.images_per_class=1"], 1, "at least two images"),
         (["schedule=cosine", "schedule.T_max=${epochs:0}"], 2, "schedule.T_max (0) must be at least 1 step"),
         (["dataset=omniglot", "paths.data_dir=nowhere"], 1, "nowhere"),

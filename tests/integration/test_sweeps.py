@@ -108,10 +108,9 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
 def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys) -> None:
     with composing():
         warn_of_jobs([[*TINY, f"fold={fold}", loss] for fold in (0, 9) for loss in ("loss=triplet", "+loss.x=1")])
-    first, second, third = capsys.readouterr().err.splitlines()
-    assert first.startswith("dmlbench: fold=0 +loss.x=1 will fail: loss.x is not an argument of ")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("dmlbench: fold=0 +loss.x=1 and 1 more will fail: loss.x is not an argument of ")
     assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3, the folds of the protocol."
-    assert third.startswith("dmlbench: fold=9 +loss.x=1 will fail: loss.x ")
 
 
 def test_a_sweep_whose_jobs_all_fail_the_check_starts_none(tmp_path: Path, command, monkeypatch) -> None:

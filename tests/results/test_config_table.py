@@ -148,6 +148,8 @@ def test_labels_name_only_what_differs() -> None:
     with_rates = [config("gap"), config("gap", **{"optim.lr": 2.0}), config("gap", **{"fit.max_steps": 0})]
     assert config_labels(with_rates) == (["gap optim.lr=1.0", "gap optim.lr=2.0", "gap (no training)"], [{}] * 3)
     with_steps = [config("gap", **{"fit.max_steps": steps}) for steps in (3, 6)]
+    tuned = ({"pooling": "gap", "tuning": "lora"}, {"fit.max_steps": 3, "tuning.rank": 4})
+    assert config_labels([tuned, ({"pooling": "gap"}, {"fit.max_steps": 3})])[0] == ["gap lora", "gap"]
     assert config_labels(with_steps) == (["gap fit.max_steps=3", "gap fit.max_steps=6"], [{}, {}])
     with_data = [config("gap", **{"loss.num_classes": 39, "loss.m": 0.4}), config("gap", **{"loss.num_classes": 40})]
     assert config_labels(with_data) == (["gap loss.m=0.4", "gap"], [{}, {}])

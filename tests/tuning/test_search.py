@@ -119,7 +119,7 @@ def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, mon
     lines = best_trial.trials_table(made(tmp_path, **two), found, "map_at_r").to_csv().splitlines()
     assert lines[1].startswith(f"{best.number + 1},complete,{best.score},{2 * STEPS},{best.values['lr']},")
     text = best_trial.trials_table(made(tmp_path, **two), found, "map_at_r").to_markdown()
-    assert "points ahead of the next values" in text and f"{states['pruned']} of 9 trials were pruned" in text
+    assert "points above the next best values" in text and f"{states['pruned']} of 9 trials were pruned" in text
 
 
 def test_repeated_values_cost_nothing_and_diverged_trials_fail(tmp_path, monkeypatch) -> None:

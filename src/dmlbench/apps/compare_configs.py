@@ -35,7 +35,7 @@ from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
 from dmlbench.runtime import shows_progress
 from dmlbench.training.fit import HISTORY
-from dmlbench.types import ConfigError, DmlbenchError, RunError, counted, flatten
+from dmlbench.types import ConfigError, DmlbenchError, RunError, counted, flatten, shorten
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ def comparison_table(found: Sequence[PairedConfigs]) -> Table:
             })  # fmt: skip
     return Table(
         f"Differences from {first}",
-        pd.DataFrame(rows, pd.Index(index, name="B"), ["A", "B", "B - A", "95 % interval", "p"], dtype=object),
+        pd.DataFrame(rows, pd.Index(index, name="config B"), ["A", "B", "B - A", "95 % interval", "p"], dtype=object),
         (
             *_notes_of_pairs(found, labels, settings),
             *(f"{label}: {path}" for label, path in zip(labels, folders, strict=True)),
@@ -322,7 +322,7 @@ def _notes_of_pairs(
     pairs = [next(iter(one.differences.values())) for one in found]
     imported = any(note.startswith(IMPORTED) for one in found for own in one.caveats for note in own)
     same = "fold and repeat" if imported else "fold, repeat and seed"
-    spans = [[f"{pair.n_pairs} pairs of runs with the same {same}, t over {pair.over}"] for pair in pairs]
+    spans = [[f"{counted(pair.n_pairs, 'pair')} of runs with the same {same}, t over {pair.over}"] for pair in pairs]
     count = sum(pair.p_value is not None for pair in pairs)
     corrected = f", corrected over {count} configs (Holm)" if count > 1 else ""
     caveats_of_first = dict.fromkeys(note for one in found for note in one.caveats[0])
@@ -347,7 +347,11 @@ def compare_with_first(
         raise ConfigError(f"compare: got {counted(len(patterns), 'config')}, expected two or more.")
     first, *others = patterns
     options: Any = {"among": among, "allow_partial": allow_partial}
-    return [compare_configs(output_dir, [first, other], spec, **options) for other in others]
+    found = [compare_configs(output_dir, [first, other], spec, **options) for other in others]
+    names = [pair.second.name for pair in found]  # a config twice would count twice in Holm's correction
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"compare: got {twice[0]} twice, expected each config once.")
+    return found
 
 
 def compare_configs(
@@ -355,9 +359,9 @@ def compare_configs(
 ) -> PairedConfigs:
     """Compare the configs that two patterns name, on complete runs; scores that a run lacks are computed and kept.
 
-    ``among`` is a third pattern, which both configs must match.
+    A pattern may be the label of a table's row. ``among`` is a third pattern, which both configs must match.
     """
-    found = [_runs_of_config(output_dir, pattern, among) for pattern in patterns]
+    found = [_runs_of_config(output_dir, pattern, among, allow_partial) for pattern in patterns]
     configs = [runs[0].path.parent for runs in found]
     if len(set(configs)) != 2:
         raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
@@ -392,14 +396,33 @@ def compare_configs(
     return PairedConfigs(configs[0], configs[1], examples, differences, left_out, (first, second))
 
 
-def _runs_of_config(output_dir: str, pattern: str, among: str) -> list[RunInfo]:
+def _runs_of_config(output_dir: str, pattern: str, among: str, allow_partial: bool) -> list[RunInfo]:
     requested = store.runs_by_config(store.find_runs(output_dir, among))
     configs = [path for path in store.runs_by_config(store.find_runs(output_dir, pattern)) if path in requested]
+    rows = {} if configs else _rows(store.without_trials(requested, among), allow_partial)
+    configs = configs or rows.get(pattern, [])
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
-        remedy = "Use a longer pattern, or restrict both by configs=" if configs else "`dmlbench status` lists them"
+        remedy = "Use a longer pattern, or restrict both by configs="
+        if not configs:
+            remedy = f"Rows: {shorten(list(rows))}" if rows else "`dmlbench status` lists them"
         raise RunError(f"compare: '{pattern}' matches {found} under {output_dir}, expected one config. {remedy}.")
     return store.runs_in(configs[0])  # also those beyond a pattern of runs
+
+
+def _rows(configs: Mapping[Path, list[RunInfo]], allow_partial: bool) -> dict[str, list[Path]]:
+    """Configs by their rows' labels in the tables that ``find_configs`` makes of them."""
+    tables: dict[tuple[str, str], list[tuple[Path, Path]]] = {}
+    for path, runs in configs.items():
+        if not _incomplete(path, runs, allow_partial=allow_partial):
+            done = next(run.path for run in runs if run.state == "done")
+            tables.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, done))
+    rows: dict[str, list[Path]] = {}
+    for members in tables.values():
+        labels, *_ = labels_of_runs([(run, store.read_result(run)["choices"]) for _, run in members])
+        for label, (path, _) in zip(_distinct(labels, [path for path, _ in members]), members, strict=True):
+            rows.setdefault(label, []).append(path)
+    return rows
 
 
 def _is_validated(result: Mapping[str, Any]) -> bool:

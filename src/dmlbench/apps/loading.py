@@ -352,8 +352,8 @@ def load(
     Args:
         path: the run directory, or the folder of ``dmlbench export``.
         device: ``auto``, ``cpu`` or ``cuda[:N]``.
-        modules: packages of your own whose classes an exported folder may name. Its configuration is data: only
-            components of dmlbench's options and of these packages are made. Run directories are taken as they are.
+        modules: your own packages whose classes an exported folder may use, besides dmlbench's. Run directories are
+            not restricted.
         config_dir: folder of options that the run was trained with (``--config-dir``); modules beside it can be
             imported from now on.
 
@@ -367,7 +367,11 @@ def load(
     if (folder / MANIFEST).exists():
         return _exported(folder, device, tuple(modules))
     if not (folder / CONFIG).exists():
-        raise RunError(f"{folder} is neither a run directory nor a folder of `dmlbench export`: it has no {CONFIG}")
+        runs = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        inside = f" Load one of its runs, such as {runs[0]}." if runs else ""
+        raise RunError(
+            f"{folder} is neither a run directory nor a folder of `dmlbench export`: it has no {CONFIG}.{inside}"
+        )
     result = read_result(folder)
     config = config_with_weights(folder)
     require_own_files(folder, result, (BEST,))

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from dmlbench.cli.hydra_command import SweepFailed
+from dmlbench.cli.progress import by_reason
 from dmlbench.config import config_folder
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 from dmlbench.types import ConfigError, DmlbenchError, closest, flatten
@@ -118,14 +119,16 @@ def _frames(error: BaseException) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _report_sweep(failed: SweepFailed) -> int:
     """Every failed job with its reason, then one line that names all of them."""
-    codes = set()
+    codes, found = set(), []
     for name, error in failed.jobs:
         described = _described(error)
         if described is None:
             traceback.print_exception(error)
         message, code = described or (f"{type(error).__name__}: {error}", EXIT_FAILED)
         codes.add(code)
-        print(f"dmlbench: {name}: {message}", file=sys.stderr)
+        found.append((name, message))
+    for message, names in by_reason(found).items():
+        print(f"dmlbench: {names}: {message}", file=sys.stderr)
     remedy = "correct them" if codes == {EXIT_BAD_CONFIGURATION} else "start the same command again to run these alone"
     return _report(f"{failed}; {remedy}", min(codes))
 

@@ -32,7 +32,7 @@ from dmlbench.config import (
     register_schemas,
     without_hydra,
 )
-from dmlbench.types import ConfigError, RunInUse, closest
+from dmlbench.types import ConfigError, RunInUse, closest, counted
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,10 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
 
                 warn_of_jobs(jobs)
             job = Job(name, task, line.config_dir, Progress(own_overrides(jobs)) if jobs else None)
-            done = composer.multirun(name, job, [*overrides, "hydra.mode=MULTIRUN"])
-            raise_failures([job for batch in done for job in batch])
+            done = [job for batch in composer.multirun(name, job, [*overrides, "hydra.mode=MULTIRUN"]) for job in batch]
+            raise_failures(done)
+            if name == "train":
+                print(f"{counted(len(done), 'run')} ended without an error; `dmlbench table` compares configs")
         else:
             error = composer.run(name, Job(name, task, line.config_dir), overrides).return_value
             if isinstance(error, Exception):

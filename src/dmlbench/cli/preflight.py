@@ -19,7 +19,7 @@ from dmlbench.build import make_experiment
 from dmlbench.checks import check
 from dmlbench.cli.arguments import CommandLine, for_hydra
 from dmlbench.cli.hydra_command import is_sweep, prepare_process, quiet, sweep_jobs
-from dmlbench.cli.progress import own_overrides
+from dmlbench.cli.progress import by_reason, own_overrides
 from dmlbench.cli.reproduce import Table
 from dmlbench.cli.train import composed_run
 from dmlbench.config import composing, key_of
@@ -93,8 +93,8 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
     if len(found) == len(jobs):
         reasons = dict.fromkeys(reason for _, reason in found)
         raise ConfigError(f"all {len(jobs)} runs would fail: {'; '.join(reasons)}")
-    for name, reason in found:
-        print(f"dmlbench: {name} will fail: {reason}", file=sys.stderr)
+    for reason, names in by_reason(found).items():
+        print(f"dmlbench: {names} will fail: {reason}", file=sys.stderr)
 
 
 def _numbers(key: str, jobs: Sequence[Sequence[str]]) -> list[int]:

@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.utils import filter_overrides
 
-from dmlbench.types import duration
+from dmlbench.types import duration, shorten
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,14 @@ class Progress:
             remaining = elapsed / trained * (len(self.names) - job)
             so_far = f" ({duration(elapsed)} elapsed, about {duration(remaining)} remaining)"
         log.info("run %d of %d: %s%s", job + 1, len(self.names), self.names[job], so_far)
+
+
+def by_reason(jobs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Jobs, given as name and reason, by their reason: the first one's name and how many more there are."""
+    names: dict[str, list[str]] = {}
+    for name, reason in jobs:
+        names.setdefault(reason, []).append(name)
+    return {reason: shorten(own, most=1) for reason, own in names.items()}
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:

@@ -25,6 +25,7 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
 from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import progress_bars, shows_progress
+from dmlbench.types import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progr
     """
     from dmlbench.runner import run as run_config
 
+    if wrong := [each for each in overrides if not isinstance(each, str)]:
+        raise ConfigError(f"run: got {wrong[0]!r}, expected texts, as in run('pooling=gsp', 'fold=0').")
     add_module_folder(config_dir)
     with composing(None if config_dir is None else Path(config_dir).expanduser()):
         cfg = composed_run(in_train(overrides))
@@ -74,7 +77,7 @@ def evaluate(
     labels: str | os.PathLike[str] | Array | None = None,
     *,
     model: str | os.PathLike[str] | None = None,
-    metrics: Sequence[str] = DEFAULT_METRICS,
+    metrics: str | Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Evaluation:
@@ -96,15 +99,19 @@ def evaluate(
     if not isinstance(source, str | os.PathLike):
         if labels is None or isinstance(labels, str | os.PathLike):
             raise TypeError("rows in memory need labels in memory: evaluate(rows, labels)")
-        spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))
+        spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))
         return _warned(evaluate_arrays(source, labels, spec=spec))
     cfg = compose("evaluate", [])
-    cfg.metrics, cfg.recall_at = list(metrics), list(recall_at)
+    cfg.metrics, cfg.recall_at = list(_listed(metrics)), list(recall_at)
     path = Path(source).expanduser()
     cfg["run" if path.is_dir() else "embeddings"] = str(path)
     cfg.labels = None if labels is None else str(labels)
     cfg.model = None if model is None else str(model)
     return _warned(evaluate_from(arguments_of(cfg)).evaluation)
+
+
+def _listed(metrics: str | Sequence[str]) -> tuple[str, ...]:
+    return (metrics,) if isinstance(metrics, str) else tuple(metrics)
 
 
 def _warned(found: Evaluation) -> Evaluation:
@@ -118,7 +125,7 @@ def table(
     *,
     compare: Sequence[str] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
-    metrics: Sequence[str] = ("p_at_1", "map_at_r"),
+    metrics: str | Sequence[str] = ("p_at_1", "map_at_r"),
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     allow_partial: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
@@ -142,7 +149,7 @@ def table(
         ``p_value`` and ``p_holm``, which Holm's method corrects.
     """
     add_module_folder(config_dir)
-    spec = EvaluationSpec(metrics=tuple(metrics), recall_at=tuple(recall_at))
+    spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))
     root = compose("table", []).paths.output_dir if output_dir is None else str(output_dir)
     if compare is not None:
         pairs = compare_with_first(root, compare, spec, among=configs, allow_partial=allow_partial)

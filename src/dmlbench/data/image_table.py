@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.data.published_images import deviations_of_sample
-from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, shorten
+from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, counted, shorten
 
 _UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
 
@@ -126,7 +126,7 @@ def table_of(
         raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
     if shared := np.intersect1d(labels[role == "train"], labels[role != "train"]).tolist():
         raise DataError(
-            f"data set '{name}' has {len(shared):,} classes both to train and to test on: "
+            f"data set '{name}' has {counted(len(shared), 'class')} both to train and to test on: "
             f"{shorten([names[c] for c in shared])}; metric learning tests on unseen classes: {listing.remedy}"
         )
     order = np.arange(len(labels))

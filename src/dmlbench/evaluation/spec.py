@@ -43,6 +43,9 @@ class EvaluationSpec:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        for key in ("metrics", "recall_at"):
+            if isinstance(getattr(self, key), str | int):
+                raise ConfigError(f"{key}: got {getattr(self, key)!r}, expected a list.")
         object.__setattr__(self, "recall_at", tuple(self.recall_at))  # a configuration gives a list
         object.__setattr__(self, "metrics", tuple(self.metrics))
         scores_of(self.metrics, self.recall_at)

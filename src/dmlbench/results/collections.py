@@ -172,7 +172,8 @@ class PairedDifference:
     """Mean scores of two configs as fractions, and their difference second - first.
 
     Attributes:
-        first, second: mean over folds of the mean over repeats.
+        first: mean over folds of the mean over repeats, of the first config.
+        second: the same of the second config.
         interval: of the difference; None if there are too few pairs.
         p_value: two-sided, of the t test that the difference is 0; None without an interval.
         n_pairs: runs of each config.
@@ -195,8 +196,9 @@ def paired_difference(
     """Compare two configs pair by pair.
 
     Runs of the same fold and repeat share seed and training classes, so their effect cancels in d = second - first.
-    The interval is ``confidence_interval`` of d. If every fold has a single pair, it is the t interval of the folds' d
-    with F - 1 degrees of freedom. Collections of fold models share runs: an interval over them would be too narrow.
+    The interval is ``confidence_interval`` of d. If all F folds have a single pair each, it is the t interval over the
+    F differences, with F - 1 degrees of freedom. Collections of fold models share runs: an interval over them would be
+    too narrow.
 
     Args:
         first: scores by (fold, repeat).

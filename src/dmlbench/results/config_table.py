@@ -12,7 +12,7 @@ from dmlbench.types import ConfigError, closest, shorten
 
 NO_TRAINING = "(no training)"
 """End of the label of a config that takes no optimizer step."""
-NAMING_GROUPS = ("backbone", "pooling", "head", "loss", "miner", "optim", "schedule", "regularizer")
+NAMING_GROUPS = ("backbone", "pooling", "head", "tuning", "loss", "miner", "optim", "schedule", "regularizer")
 """Groups whose options name a config; the last only if configs differ in it alone."""
 IMPORTED = "imported"
 """The only choice of an imported config: its label."""
@@ -76,6 +76,8 @@ def make_table(
     notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + differing
     if any(not score.metric.percent for _, score in scores):
         notes.insert(0, "class distances as they are, not in percent; none is best")
+    if "trained" in gains:
+        notes.append("trained: number of trained parameters")
     if any("over" in name for name in gains):
         notes.append(_GAINS)
     return Table(
@@ -252,11 +254,14 @@ def config_labels(
         of each config that its label does not say: those that differ between trained configs, and those of ``by_hand``
         that not all configs have.
     """
+    configs = [({"tuning": "none", **choices}, config) for choices, config in configs]  # older runs have no tuning
     made_here = [choices for choices, _ in configs if IMPORTED not in choices]
     settings = [{key: value for key, value in config.items() if not _says_the_data(key)} for _, config in configs]
     is_untrained = [config.get("fit.max_steps") == 0 for config in settings]
     *usual, last = NAMING_GROUPS
-    groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1] or ["pooling"]
+    groups = [g for g in usual if len({choices.get(g) for choices in made_here}) > 1]
+    if groups in ([], ["tuning"]):  # whose usual option has no name
+        groups.insert(0, "pooling")
     words = [" ".join(_words(choices, groups)) for choices, _ in configs]
     if len({(word, choices.get(last)) for word, (choices, _) in zip(words, configs, strict=True)}) > len(set(words)):
         groups.append(last)

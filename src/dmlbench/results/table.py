@@ -16,6 +16,8 @@ from dmlbench.types import DataError, escape_latex
 
 _PERCENT, _BEST = "percent", "; best of each column in bold"
 _WIDTH = 120
+_MOST_FLOATING = 40
+"""Rows of a table with blocks that LaTeX keeps on one page."""
 _KINDS = "(separated|concatenated)"
 _METRICS = ("P@1", "MAP@R")
 _ONE_REPEAT = re.compile(r"PARTIAL: (\d+ of \d+ runs), .*; one collection, hence no std")
@@ -117,7 +119,7 @@ class Table:
         columns: dict[str, Iterable[object]] = {"row": self.frame.index}
         for name, entries in zip(self._full_heads(), self._entries().T, strict=True):
             if all(isinstance(entry, str) for entry in entries if entry is not None) and any(entries):
-                columns[name] = entries
+                columns[name] = _numbers(entries)
                 continue
             columns[f"{name} mean"] = [entry.mean if isinstance(entry, Entry) else entry for entry in entries]
             deviations = (entry.std if isinstance(entry, Entry) else None for entry in entries)
@@ -126,7 +128,7 @@ class Table:
         return pd.DataFrame({**columns, **settings, "notes": ["; ".join(notes) for notes in self.row_notes]})
 
     def to_latex(self) -> str:
-        """A floating ``table``, or a ``longtable`` of blocks; the caption has the caveats."""
+        """A floating ``table``, or a ``longtable`` of many rows in blocks; the caption has the caveats."""
         escape = escape_latex
         title = ", ".join(filter(None, (self.title, self._unit(_BEST))))
         sentences = filter(None, (title, self.about.removesuffix("."), *self.caveats))
@@ -134,23 +136,26 @@ class Table:
         label = rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', self.title.lower())}}}"
         heads = " & ".join([str(self.frame.index.name or ""), *(escape(column[-1]) for column in self.columns)])
         rows = self._cells(r"\textbf{{{}}}", escape=True)
+        body = [" & ".join(cells) + r" \\" for cells in rows]
         if self.blocks:
+            body = []
+            for name, block in self._blocks(rows):
+                body.append(rf"\multicolumn{{{len(self._align())}}}{{l}}{{{escape(name)}}} \\")
+                body += [*(" & ".join(cells) + r" \\" for cells in block), r"\addlinespace"]
+        if self.blocks and len(rows) > _MOST_FLOATING:
             lines = [
                 r"% needs \usepackage{booktabs,longtable}",
                 rf"\begin{{longtable}}{{{self._align()}}}",
                 rf"{caption}{label}\\",
                 rf"\toprule {heads} \\ \midrule \endhead",
             ]
-            for name, block in self._blocks(rows):
-                lines.append(rf"\multicolumn{{{len(self._align())}}}{{l}}{{{escape(name)}}} \\")
-                lines += [*(" & ".join(cells) + r" \\" for cells in block), r"\addlinespace"]
-            return "\n".join([*lines, r"\bottomrule", r"\end{longtable}", ""])
+            return "\n".join([*lines, *body, r"\bottomrule", r"\end{longtable}", ""])
         groups = [rf"\multicolumn{{{size}}}{{c}}{{{escape(name)}}}" for name, size, _ in self._groups()]
         lines = [
             *(r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes)),
             *(r"\begin{table}", r"\centering", caption, label, rf"\begin{{tabular}}{{{self._align()}}}", r"\toprule"),
             *([" & ".join(["", *groups]) + r" \\"] if groups else []),
-            *(heads + r" \\", r"\midrule", *(" & ".join(cells) + r" \\" for cells in rows), r"\bottomrule"),
+            *(heads + r" \\", r"\midrule", *body, r"\bottomrule"),
             *(r"\end{tabular}", r"\end{table}", ""),
         ]
         return "\n".join(lines)
@@ -209,6 +214,13 @@ class Table:
         for name, row in zip(self.blocks or [""] * len(rows), rows, strict=True):
             blocks.setdefault(name, []).append(row)
         return blocks.items()
+
+
+def _numbers(texts: np.ndarray) -> Sequence[object]:
+    """Texts such as "163,840" and "+3.3" as numbers if all are."""
+    column = pd.Series(texts, dtype=object)
+    numbers = pd.to_numeric(column.str.replace(",", ""), errors="coerce")
+    return list(column if (numbers.isna() != column.isna()).any() else numbers.convert_dtypes())
 
 
 def markdown_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> list[str]:

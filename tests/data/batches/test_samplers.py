@@ -116,7 +116,11 @@ KINDS = {kind: partial(cls, classes_per_batch=3, images_per_class=2) for kind, c
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
-        ("class_balanced", {"classes_per_batch": 9}, r"classes_per_batch \(9\) exceeds the 8 training classes; lower"),
+        (
+            "class_balanced",
+            {"classes_per_batch": 9},
+            r"sampler\.classes_per_batch: got 9, expected at most 8, the training classes of",
+        ),
         ("class_balanced", {"images_per_class": 0}, r"images_per_class: got 0, expected at least 1"),
         ("rotating", {"images_per_class": 40}, r"exceeds the 95 training images; lower it"),
         ("random", {"batch_size": 96}, r"sampler\.batch_size \(96\).* exceeds the 95 training images"),

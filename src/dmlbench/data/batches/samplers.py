@@ -41,8 +41,8 @@ class BatchSampler:
         wanted = sizes.get("classes_per_batch", 1)
         if wanted > len(self._sizes):
             raise ConfigError(
-                f"classes_per_batch ({wanted}) exceeds the {len(self._sizes)} training classes; "
-                "lower sampler.classes_per_batch"
+                f"sampler.classes_per_batch: got {wanted}, expected at most {len(self._sizes)}, the training classes "
+                "of the fold without those for validation. Lower it."
             )
         self._fingerprint = hashlib.sha256(self.labels.tobytes()).hexdigest()[:16]
         self._epoch, self._index = 0, 0

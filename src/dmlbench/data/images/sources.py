@@ -26,14 +26,14 @@ def read_image(path: str | Path) -> Image.Image:
     Grey, palette, CMYK and 16-bit grey images are converted (16 bits keep their high byte); transparency is dropped.
     """
     if not Path(path).is_file():  # opening a pipe would wait without end
-        raise DataError(f"image '{path}' is missing or not a file; replace it or remove it from the data")
+        raise DataError(f"image '{path}' is missing or not a file. Correct its path, or remove it from the data.")
     try:
         with Image.open(path) as file:
             file.load()
             image = ImageOps.exif_transpose(file)
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"image '{path}' cannot be read ({error}); replace the file or remove it from the data"
+            f"image '{path}' cannot be read ({error}). Replace the file, or remove it from the data."
         ) from error
     try:
         return as_rgb(image)

@@ -78,7 +78,9 @@ def folder(
     """
     root = Path(root)
     if not root.is_dir():
-        raise DataError(f"data set '{name}' looks for its images in '{root}', which is not a folder; correct root")
+        raise DataError(
+            f"data set '{name}' looks for its images in '{root}', which is not a folder. Correct dataset.table.root."
+        )
     has_lists = train_classes is not None or test_classes is not None
     images, layout = _read_csv(root / csv) if csv is not None else _read_tree(root, name, merge=has_lists)
     class_names = _sorted_classes(images["label"])
@@ -139,8 +141,9 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     if not is_known or not tops:
         raise DataError(
             f"data set '{name}': got images in {shorten(sorted(tops)) or 'no folder'} of '{root}', expected class "
-            "folders, or train and test, or train, query and gallery, with class folders inside. Point root at the "
-            "folder that holds these, set train_classes or test_classes, or list the images in a csv."
+            "folders, or train and test, or train, query and gallery, with class folders inside. Point "
+            "dataset.table.root at the folder that holds these, set dataset.table.train_classes or test_classes, or "
+            "list the images in dataset.table.csv."
         )
     found = pd.DataFrame([(top, image) for top, images in tops.items() for image in images], columns=["top", "image"])
     images = pd.DataFrame({"path": found["top"] + "/" + found["image"], "label": found["top"]})
