@@ -61,6 +61,11 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     assert difference.loc[0, "difference"] == pytest.approx(other["map_at_r"] - scores["map_at_r"])
     with pytest.raises(ConfigError, match=r"compare: got 1 config, expected two or more\."):
         db.table(compare=pair[:1], output_dir=tmp_path / "out")
+    assert db.evaluate(run_dir, metrics="map_at_r").scores == {"map_at_r": scores["map_at_r"]}
+    with pytest.raises(ConfigError, match=r"run: got \['pooling=gsp'\], expected texts"):
+        db.run(["pooling=gsp"])  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"has no config\.yaml\. Load one of its runs, such as .*fold0_rep0"):
+        db.load(run_dir.parent)
     with pytest.raises(ConfigError, match="did you mean 'pooling"):
         db.run("poolin=gsp")
     rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3

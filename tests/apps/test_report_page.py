@@ -134,6 +134,77 @@ def test_scores_are_those_of_the_table(configs: list[ConfigSummary], content: di
     assert " Trained rows: contrastive loss, batches of 4 classes x 2 images, " in shared
 
 
+def test_the_headline_names_the_first_two_ranked_configs_and_their_paired_interval(
+    configs: list[ConfigSummary], content: dict[str, Any], folder: Path
+) -> None:
+    (table,) = build_tables({("a", "b"): configs}, SPEC).values()
+    (column,) = [name for name in table.frame if name[0].startswith("separated") and name[1] == "MAP@R"]
+    entries = zip(table.frame[column], table.frame.index, table.competes, strict=True)
+    (top, best), (lower, other), *_ = sorted(
+        ((e.mean, label) for e, label, competes in entries if competes), reverse=True
+    )
+    headline = content["groups"][0]["headline"]
+    start = f"Highest MAP@R: {best}, {top:.2f} % (separated); {top - lower:.2f} points above {other}, the next config. "
+    labels = [config.label for config in configs]
+    a, b = sorted((labels.index(best), labels.index(other)))
+    pairs = content["groups"][0]["differences"]
+    joint = next(d for d in pairs if (d["a"], d["b"], d["metric"]) == (a, b, "map_at_r"))["joint"]
+    low, high = sorted(x if labels[b] == best else -x for x in joint)
+    zero = "includes" if low <= 0 <= high else "excludes"
+    interval = f"(Bonferroni, 4 comparisons), [{low:+.2f}, {high:+.2f}], {zero} 0."
+    assert headline == f"{start}The 95 % interval of the paired difference {interval}"
+    text = (folder / "out/tables/report.html").read_text()
+    assert f'<div id="headlines"><p>{headline}</p></div>' in text  # also without JavaScript
+    assert "<noscript><p>Enable JavaScript" in text
+
+
+_PAIR = {"a": 0, "b": 1, "metric": "map_at_r", "interval": [-0.2, 0.9], "joint": [-0.2, 0.9]}
+_FIRST = "Highest MAP@R: c0, 12.50 % (mean); 0.50 points above c1, the next config. "
+_SECOND = "Highest MAP@R: c1, 12.50 % (mean); 0.50 points above c0, the next config. "
+
+
+@pytest.mark.parametrize(
+    ("means", "pair", "expected"),
+    [
+        ((12.0, 12.5), {}, _SECOND + "The 95 % interval of the paired difference, [-0.20, +0.90], includes 0."),
+        ((12.5, 12.0), {"joint": [-0.9, -0.1]},
+         _FIRST + "The 95 % interval of the paired difference, [+0.10, +0.90], excludes 0."),
+        ((12.5, 12.0), {"why": "they have no run in common", "joint": None},
+         _FIRST + "No interval of the paired difference: they have no run in common."),
+        ((12.5, 12.0), {"joint": None}, _FIRST + "No interval of the paired difference: too few pairs of runs."),
+        ((12.5, 12.0), {"metric": "p_at_1"},
+         _FIRST + "No interval of the paired difference: single runs do not have this score."),
+        ((12.5, None), {}, "Highest MAP@R: c0, 12.50 % (mean); no other config is ranked."),
+        ((None, None), {}, "No config is ranked by MAP@R: see the notes below the scores."),
+    ],
+)  # fmt: skip
+def test_the_headline_of_two_configs(means: tuple[float | None, ...], pair: dict[str, Any], expected: str) -> None:
+    pairs = [{**_PAIR, **pair}]
+    board = {
+        "columns": [{"kind": "mean (8-D)", "metric": "P@1"}, {"kind": "mean (8-D)", "metric": "MAP@R"}],
+        "main": 1,
+        "rows": [
+            {
+                "label": f"c{i}",
+                "competes": True,
+                "scores": [None, mean and {"text": f"{mean:.2f} ± 1.00", "mean": mean}],
+            }
+            for i, mean in enumerate(means)
+        ],
+    }
+    metrics = [{"name": "p_at_1", "label": "P@1"}, {"name": "map_at_r", "label": "MAP@R"}]
+    assert numbers.headline(board, metrics, pairs) == expected
+    assert numbers.headline({**board, "main": None}, metrics, pairs) == ""
+
+
+def test_curves_have_names_in_words() -> None:
+    names = ("train/loss", "train/dml", "train/zsr", "lr", "val/recall_at_10")
+    assert [numbers.curve_label(name) for name in names] == [
+        "training loss", "training loss of the metric-learning objective (without regularizers)", "training: zsr",
+        "learning rate", "validation R@10",
+    ]  # fmt: skip
+
+
 def test_differences_are_those_of_the_command_and_the_joint_interval_is_wider(
     configs: list[ConfigSummary], content: dict[str, Any]
 ) -> None:
@@ -229,14 +300,14 @@ def test_a_representative_sample_has_the_share_of_right_queries_of_every_config(
     assert page.DrawnQueries(places, np.ones_like(right)).failures(5, after=0).tolist() == []
 
 
-def test_average_pooling_counts_all_places_alike(configs: list[ConfigSummary], content: dict[str, Any]) -> None:
+def test_only_configs_with_unequal_pooling_weights_have_overlays(
+    configs: list[ConfigSummary], content: dict[str, Any]
+) -> None:
     overlays = content["groups"][0]["overlays"]
     places = {config.label: str(i) for i, config in enumerate(configs)}
-    assert places["gap (no training)"] in overlays["configs"]
-    _, weights, prototypes = overlays["configs"][places["gap"]][0]
-    assert prototypes is None
-    colors = np.asarray(_decoded(weights), dtype=int)
-    assert np.ptp(colors, axis=2).max() <= 8  # white over grey
+    assert set(overlays["configs"]) == {places["gsp_small"], places["gmp"]}
+    assert set(overlays["why"]) == {places["theirs (imported)"]}
+    assert all(parts[2] is None for parts in overlays["configs"][places["gmp"]])
     of_gsp = overlays["configs"][places["gsp_small"]]
     assert all(parts[2] is not None for parts in of_gsp)
     assert max(np.ptp(np.asarray(_decoded(parts[1]), dtype=int), axis=2).max() for parts in of_gsp) > 30
@@ -308,11 +379,11 @@ def _numbers(texts: list[str]) -> list[float]:
 
 
 def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
-    assert _numbers(_labels(opened, column=2)) == sorted(_numbers(_labels(opened, column=2)), reverse=True)
-    opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[2].click()
     assert _numbers(_labels(opened, column=3)) == sorted(_numbers(_labels(opened, column=3)), reverse=True)
-    opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[2].click()
-    assert _numbers(_labels(opened, column=3)) == sorted(_numbers(_labels(opened, column=3)))
+    opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[1].click()
+    assert _numbers(_labels(opened, column=2)) == sorted(_numbers(_labels(opened, column=2)), reverse=True)
+    opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[1].click()
+    assert _numbers(_labels(opened, column=2)) == sorted(_numbers(_labels(opened, column=2)))
     box = opened.find_element(By.ID, "filter")
     box.send_keys("gap no")
     assert _labels(opened) == ["gap (no training)"]
@@ -332,7 +403,9 @@ def test_choosing_configs_and_scores_changes_what_is_shown(opened: webdriver.Chr
     for other in set(labels) - {"gap"}:
         row = _labels(opened, "differences-table").index(other)
         a, b = sorted((labels.index("gap"), labels.index(other)))
-        one = next(d for d in content["groups"][0]["differences"] if (d["a"], d["b"], d["metric"]) == (a, b, "p_at_1"))
+        one = next(
+            d for d in content["groups"][0]["differences"] if (d["a"], d["b"], d["metric"]) == (a, b, "map_at_r")
+        )
         sign = 1 if b == labels.index(other) else -1
         told = float(_labels(opened, "differences-table", 2)[row])
         assert told == pytest.approx(sign * one["difference"], abs=0.0051)
@@ -350,16 +423,74 @@ def test_choosing_configs_and_scores_changes_what_is_shown(opened: webdriver.Chr
     assert frames[0].find_element(By.TAG_NAME, "img").size["width"] > 150
 
 
-def test_the_page_opens_on_validation_curves_and_shared_settings(
+def test_the_page_opens_on_the_headline_shared_settings_and_scores(
     opened: webdriver.Chrome, content: dict[str, Any]
 ) -> None:
-    assert opened.find_element(By.CSS_SELECTOR, "main section").get_attribute("id") == "curves"
-    assert Select(opened.find_element(By.ID, "curve")).first_selected_option.text == "validation MAP@R"
+    assert opened.find_element(By.CSS_SELECTOR, "main > *").text == content["groups"][0]["headline"]
+    sections = [section.get_attribute("id") for section in opened.find_elements(By.CSS_SELECTOR, "main section")]
+    assert sections[:5] == ["scores", "bars", "differences", "papers", "curves"]
+    curve = Select(opened.find_element(By.ID, "curve"))
+    assert curve.first_selected_option.text == "validation MAP@R"
+    titles = {option.text: option.get_attribute("title") for option in curve.options}
+    assert titles["training loss of the metric-learning objective (without regularizers)"] == "train/dml"
     assert opened.find_element(By.CSS_SELECTOR, "#curves-chart .ytitle").text == "validation MAP@R"
     assert opened.find_element(By.ID, "shared").text == content["groups"][0]["shared"]
     opened.find_element(By.CSS_SELECTOR, "#settings summary").click()
     names = [name.text for name in opened.find_elements(By.CSS_SELECTOR, "#shared-settings dt")]
     assert "optim.lr" in names and "fit.max_steps" not in names
+
+
+def test_pooling_weights_are_hidden_where_neither_config_has_any(opened: webdriver.Chrome) -> None:
+    def choose(a: str, b: str) -> tuple[bool, bool, int]:
+        Select(opened.find_element(By.ID, "config-a")).select_by_visible_text(a)
+        Select(opened.find_element(By.ID, "config-b")).select_by_visible_text(b)
+        section = opened.find_element(By.ID, "overlays")
+        link = opened.find_element(By.CSS_SELECTOR, "#sections a[href='#overlays']")
+        return section.is_displayed(), link.is_displayed(), len(section.find_elements(By.CSS_SELECTOR, ".sides > div"))
+
+    assert choose("gap", "gap (no training)") == (False, False, 0)
+    assert choose("gap", "gsp_small") == (True, True, 1)
+    assert choose("theirs (imported)", "gsp_small") == (True, True, 2)  # with the reason
+
+
+def test_only_scores_are_choices_and_the_axis_of_differences_has_0(
+    browser: webdriver.Chrome, content: dict[str, Any], tmp_path: Path
+) -> None:
+    changed = copy.deepcopy(content)
+    (group,) = changed["groups"]
+    group["leaderboard"]["columns"].append({"kind": "", "metric": "trained"})
+    for row in group["leaderboard"]["rows"]:
+        row["scores"].append("1,000")
+    rows = len(group["leaderboard"]["rows"])
+    group["differences"] = [
+        {"a": a, "b": b, "metric": "map_at_r", "difference": 2, "over": "folds", "interval": [1, 3],
+         "joint": [0.5, 3.5], "pairs": 4, "of": 4}
+        for b in range(rows) for a in range(b)
+    ]  # fmt: skip
+    (tmp_path / "x.html").write_text(page._filled(changed))
+    browser.get((tmp_path / "x.html").as_uri())
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#leaderboard th")) == 1 + 4 + 1 + 1  # and notes
+    choices = [option.get_attribute("textContent") for option in Select(browser.find_element(By.ID, "score")).options]
+    assert len(choices) == 4 and all(text.endswith(("P@1", "MAP@R")) for text in choices)
+    Select(browser.find_element(By.ID, "config-a")).select_by_index(0)
+    low, high = browser.execute_script("return document.getElementById('differences-chart')._fullLayout.xaxis.range")
+    assert low < 0 and high > 3.5
+    assert browser.find_elements(By.CSS_SELECTOR, "#differences-chart .zerolinelayer path")
+    assert "Bonferroni-corrected for 4 comparisons" in browser.find_element(By.ID, "differences-note").text
+
+
+def test_one_comparison_has_no_joint_interval(
+    browser: webdriver.Chrome, configs: list[ConfigSummary], tmp_path: Path
+) -> None:
+    two = [config for config in configs if config.label in ("gap", "gsp_small")]
+    options = {"num_queries": 0, "num_nearest": 1, "num_classes": 1, "with_overlays": False, "device": "cpu"}
+    page.write_page({("glyphs", "mlrc"): two}, tmp_path / "x.html", spec=SPEC, **options)
+    browser.get((tmp_path / "x.html").as_uri())
+    heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#differences-table th")]
+    assert heads == ["config", "difference from A", "95 % interval", "pairs of runs", "over"]
+    assert len(_labels(browser, "differences-table", 5)) == 1
+    assert browser.find_element(By.ID, "differences-note").text.endswith("95 % t intervals.")
+    assert browser.get_log("browser") == []
 
 
 def test_light_and_dark_without_errors_or_network(opened: webdriver.Chrome) -> None:
@@ -374,14 +505,15 @@ def test_light_and_dark_without_errors_or_network(opened: webdriver.Chrome) -> N
 
 def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[str, Any], tmp_path: Path) -> None:
     hostile = "</script><script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"
-    copy = json.loads(json.dumps(content))
-    group = copy["groups"][0]
-    group["title"] = hostile
+    changed = copy.deepcopy(content)
+    group = changed["groups"][0]
+    group["title"] = group["headline"] = hostile
     group["leaderboard"]["rows"][0]["label"] = hostile
     group["gallery"]["names"] = dict.fromkeys(group["gallery"]["names"], hostile)
-    (tmp_path / "x.html").write_text(page._filled(copy))
+    (tmp_path / "x.html").write_text(page._filled(changed))
     browser.get((tmp_path / "x.html").as_uri())
     assert browser.find_element(By.ID, "title").text == hostile
+    assert browser.find_element(By.ID, "headlines").text == hostile
     assert browser.execute_script("return window.taken") is None
     assert browser.get_log("browser") == []
 

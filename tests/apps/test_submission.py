@@ -1,5 +1,6 @@
 """Submissions: twelve files of other code become a config; broken folders are rejected with their reason."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,20 +22,32 @@ DESCRIPTION = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def table(cache_dir: Path) -> ImageTable:
+    made: ImageTable = component(compose("import", [*DATA, f"paths.cache_dir={cache_dir}"]).dataset.table)
+    return made
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(table: ImageTable, tmp_path: Path) -> Path:
     place = tmp_path / "submission"
     place.mkdir()
     (place / "submission.yaml").write_text(yaml.safe_dump(DESCRIPTION), "utf-8")
     for fold in range(4):
         for repeat in range(3):
-            save(place, table_of(tmp_path), fold, repeat)
+            save(place, table, fold, repeat)
     return place
 
 
-def table_of(tmp_path: Path) -> ImageTable:
-    table: ImageTable = component(compose("import", [*DATA, f"paths.cache_dir={tmp_path}"]).dataset.table)
-    return table
+@pytest.fixture
+def check(folder: Path, cache_dir: Path, tmp_path: Path) -> Callable[[], Checked]:
+    args = arguments("import", *DATA, f"paths.cache_dir={cache_dir}", f"paths.output_dir={tmp_path}/out")
+    return lambda: check_submission(args, read_submission(folder), folder)
 
 
 def save(place: Path, table: ImageTable, fold: int, repeat: int, **changed: np.ndarray) -> None:
@@ -46,13 +59,8 @@ def save(place: Path, table: ImageTable, fold: int, repeat: int, **changed: np.n
     )
 
 
-def check(folder: Path, tmp_path: Path) -> Checked:
-    args = arguments("import", *DATA, f"paths.cache_dir={tmp_path}", f"paths.output_dir={tmp_path}/out")
-    return check_submission(args, read_submission(folder), folder)
-
-
-def test_twelve_files_are_scored_and_their_training_is_not_verified(folder: Path, tmp_path: Path) -> None:
-    found = check(folder, tmp_path)
+def test_twelve_files_are_scored_and_their_training_is_not_verified(check, tmp_path: Path) -> None:
+    found = check()
     assert len(found.imported.scores) == 12 and found.flags == ()
     told = read_result(find_runs(tmp_path / "out")[0].path)["imported"]
     assert told["trained"].startswith("TRAINING NOT VERIFIED, small CNN, pretrained on none; 1,234 trained parameters")
@@ -78,8 +86,8 @@ def rotated(rows: np.ndarray) -> np.ndarray:
         ("key", r"papr"),
     ],
 )
-def test_a_broken_folder_is_rejected_with_its_reason(folder: Path, tmp_path: Path, change: str, reason: str) -> None:
-    table, description = table_of(tmp_path), dict(DESCRIPTION)
+def test_a_broken_folder_is_rejected_with_its_reason(folder, table, check, tmp_path, change: str, reason: str) -> None:
+    description = dict(DESCRIPTION)
     test = Mlrc().split(table, fold=0).test.query
     with np.load(folder / "fold1_rep0.npz") as file:
         other = dict(file)
@@ -104,19 +112,18 @@ def test_a_broken_folder_is_rejected_with_its_reason(folder: Path, tmp_path: Pat
         description["papr"] = "x"
     (folder / "submission.yaml").write_text(yaml.safe_dump(description), "utf-8")
     with pytest.raises(Exception, match=reason) as caught:
-        check(folder, tmp_path)
+        check()
     assert type(caught.value).__name__ in ("RunError", "ConfigError")
     assert not list((tmp_path / "out").rglob("result.json"))
 
 
-def test_perfect_scores_are_flagged(folder: Path, tmp_path: Path) -> None:
-    table = table_of(tmp_path)
+def test_perfect_scores_are_flagged(folder: Path, table: ImageTable, check) -> None:
     for fold in range(4):
         test = Mlrc().split(table, fold=fold).test.query
         for repeat in range(3):
             noise = np.random.default_rng(3 * fold + repeat).normal(size=(len(test), 12)) * 0.05
             save(folder, table, fold, repeat, rows=(np.eye(12)[table.labels[test]] + noise).astype("f4"))
-    (flag,) = check(folder, tmp_path).flags
+    (flag,) = check().flags
     assert flag.startswith("P@1 reaches 100.00")
 
 

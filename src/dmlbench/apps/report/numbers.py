@@ -30,7 +30,14 @@ from dmlbench.types import RunError
 
 log = logging.getLogger(__name__)
 
-FIRST_CURVE = "val/map_at_r"
+MAIN_SCORE = "map_at_r"
+FIRST_CURVE = f"val/{MAIN_SCORE}"
+_CURVES = {
+    "train/loss": "training loss",
+    "train/dml": "training loss of the metric-learning objective (without regularizers)",
+    "train/skipped_steps": "skipped training steps",
+    "lr": "learning rate",
+}
 _LEVEL = 0.95
 _MOST_STEPS = 250  # points of a curve
 _TESTED_ON = ("dataset_fingerprint", "n_query", "n_gallery")
@@ -49,7 +56,10 @@ def is_trained(run_dir: Path) -> bool:
 
 
 def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any]:
-    """The table of the configs; what holds for one row alone stands with it."""
+    """The table of the configs, with the notes of single rows in them.
+
+    ``main`` is the column of the headline: MAP@R, else the first with a direction; None without any.
+    """
     rows = []
     for config, (label, *entries), competes, notes in zip(
         configs, table.frame.itertuples(name=None), table.competes, table.row_notes, strict=True
@@ -61,10 +71,13 @@ def leaderboard(table: Table, configs: Sequence[ConfigSummary]) -> dict[str, Any
             "scores": [_entry(entry, top) for entry, top in zip(entries, best, strict=True)],
             "notes": [note for note in notes if note not in table.notes],
         })  # fmt: skip
+    directed = [i for i, has_direction in enumerate(table.higher_is_better) if has_direction]
+    main = [i for i in directed if table.columns[i][-1] == score_named(MAIN_SCORE).label] or directed
     of_rows = tuple(f"{label}{end}" for label in table.frame.index for end in (": ", ", "))
     return {
         "columns": [{"kind": kind, "metric": metric} for kind, metric in table.columns],
         "rows": rows,
+        "main": main[0] if main else None,
         "notes": [note for note in table.notes if not note.startswith(of_rows)],
     }
 
@@ -75,6 +88,41 @@ def _entry(entry: Entry | str | None, best: float | None) -> Any:
     std = None if entry.std is None else _short(entry.std)
     # the text is that of the table, for a browser rounds otherwise
     return {"text": str(entry), "mean": _short(entry.mean), "std": std, "best": round(entry.mean, 2) == best}
+
+
+def headline(board: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], pairs: Sequence[Mapping[str, Any]]) -> str:
+    """Name the config with the highest main score, its lead, and the joint interval of the paired difference.
+
+    Args:
+        board: a ``leaderboard``.
+        metrics: of ``metrics_of_runs``.
+        pairs: ``differences`` of the same configs.
+    """
+    if (main := board["main"]) is None:
+        return ""
+    kind, metric = board["columns"][main]["kind"].partition(" (")[0], board["columns"][main]["metric"]
+    labels = [row["label"] for row in board["rows"]]
+    scores = {i: row["scores"][main] for i, row in enumerate(board["rows"]) if row["competes"] and row["scores"][main]}
+    ranked = sorted(scores, key=lambda i: float(scores[i]["mean"]), reverse=True)
+    if not ranked:
+        return f"No config is ranked by {metric}: see the notes below the scores."
+    best, *others = ranked
+    top = f"Highest {metric}: {labels[best]}, {scores[best]['text'].partition(' ')[0]} % ({kind})"
+    if not others:
+        return f"{top}; no other config is ranked."
+    lead = scores[best]["mean"] - scores[others[0]]["mean"]
+    top += f"; {lead:.2f} points above {labels[others[0]]}, the next config."
+    name = next((one["name"] for one in metrics if one["label"] == metric), None)
+    a, b = sorted((best, others[0]))
+    pair = next((one for one in pairs if (one["a"], one["b"]) == (a, b) and one.get("metric", name) == name), None)
+    if pair is None or pair.get("joint") is None:
+        why = pair.get("why", "too few pairs of runs") if pair else "single runs do not have this score"
+        return f"{top} No interval of the paired difference: {why}."
+    low, high = pair["joint"] if b == best else [-x for x in reversed(pair["joint"])]
+    zero = "includes" if low <= 0 <= high else "excludes"
+    corrected = f" (Bonferroni, {len(labels) - 1} comparisons)" if len(labels) > 2 else ""
+    interval = f"The 95 % interval of the paired difference{corrected}, [{low:+z.2f}, {high:+z.2f}], {zero} 0."
+    return f"{top} {interval}"
 
 
 def metrics_of_runs(configs: Sequence[ConfigSummary], asked: Sequence[str]) -> list[dict[str, Any]]:
@@ -156,7 +204,10 @@ def _curves(config: ConfigSummary) -> dict[str, Any]:
 def curve_label(name: str) -> str:
     """What a curve shows, in words."""
     metric = _metric_of(name)
-    return f"validation {score_named(metric).label}" if metric else {"train/loss": "training loss"}.get(name, name)
+    if metric:
+        return f"validation {score_named(metric).label}"
+    what, _, part = name.partition("/")
+    return _CURVES.get(name) or (f"training: {part.replace('_', ' ')}" if what == "train" else name)
 
 
 def _metric_of(name: str) -> str:

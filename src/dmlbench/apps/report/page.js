@@ -31,9 +31,10 @@
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
     return made;
   };
-  const options = (select, texts, chosen) => {
-    select.replaceChildren(...texts.map((text, i) => make("option", text, { value: i })));
+  const options = (select, texts, chosen, titles = []) => {  // a null text is no choice
+    select.replaceChildren(...texts.flatMap((text, i) => (text === null ? [] : [make("option", text, { value: i, ...(titles[i] && { title: titles[i] }) })])));
     select.value = String(chosen);
+    select.title = titles[chosen] ?? "";
   };
   const column = (one) => (one.kind ? `${one.kind} ${one.metric}` : one.metric);
 
@@ -172,21 +173,23 @@
       marker: { size: 9, color: shown.map(({ i }) => color(i)), symbol: shown.map(({ i }) => symbols[i % symbols.length]) },
       error_x: bars(part, width), customdata: shown.map(({ i }) => plain(labels()[i])), hovertemplate: "%{customdata}: %{x:+.2f}<extra></extra>",
     });
-    plot("differences-chart", [points("joint", 1), points("interval", 3)], {
+    const several = labels().length > 2;  // comparisons with A
+    const zero = { type: "scatter", mode: "markers", x: [0], y: [String(shown.at(0)?.i)], marker: { opacity: 0, size: 9 }, hoverinfo: "skip" };  // keeps 0 on the axis
+    plot("differences-chart", [...(several ? [points("joint", 1)] : []), points("interval", 3), ...(shown.length ? [zero] : [])], {
       height: 90 + 30 * Math.max(1, shown.length),
-      xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: config − A` }, zerolinewidth: 2 }),
+      xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: config − A` }, zeroline: true, zerolinewidth: 2 }),
       yaxis: axis({ type: "category", tickvals: shown.map(({ i }) => String(i)), ticktext: shown.map(({ i }) => wrapped(labels()[i], 44)) }),
     });
     const range = (interval) => (interval ? `[${signed(interval[0])}, ${signed(interval[1])}]` : "none: too few pairs");
-    sorting(at("differences-table"), ["config", "difference from A", "95 % interval", "joint interval", "pairs of runs", "over"], lines.map(({ i, found }) => ({
+    sorting(at("differences-table"), ["config", "difference from A", "95 % interval", ...(several ? ["joint interval"] : []), "pairs of runs", "over"], lines.map(({ i, found }) => ({
       cells: [cell(labels()[i]), ...(!found || found.why
-        ? [cell("–", null), cell(found ? found.why : "single runs do not have this score", null, "words"), cell("–", null), cell("–", null), cell("")]
+        ? [cell("–", null), cell(found ? found.why : "single runs do not have this score", null, "words"), ...(several ? [cell("–", null)] : []), cell("–", null), cell("")]
         : [cell(signed(found.difference), found.difference), cell(range(found.interval), found.interval && found.interval[0]),
-          cell(range(found.joint), found.joint && found.joint[0]),
+          ...(several ? [cell(range(found.joint), found.joint && found.joint[0])] : []),
           cell(found.pairs === found.of ? found.pairs : `${found.pairs} of ${found.of}`, found.pairs), cell(found.over, found.over, "words")])],
     })));
-    at("differences-note").textContent = "Single models, paired by fold, repeat and seed; 95 % t intervals. Thick: uncorrected. "
-      + `Thin: Bonferroni-corrected for ${Math.max(1, labels().length - 1)} comparisons with A.`;
+    at("differences-note").textContent = "Single models, paired by fold, repeat and seed; 95 % t intervals."
+      + (several ? ` Thick: uncorrected. Thin: joint, Bonferroni-corrected for ${labels().length - 1} comparisons with A.` : "");
   };
 
   const drawPapers = () => {
@@ -206,7 +209,7 @@
   const drawCurves = () => {
     const names = Object.keys(group().curves);
     if (!names.includes(state.curve)) state.curve = names[0] ?? null;
-    options(at("curve"), names.map((name) => group().curve_labels[name]), Math.max(0, names.indexOf(state.curve)));
+    options(at("curve"), names.map((name) => group().curve_labels[name]), Math.max(0, names.indexOf(state.curve)), names);
     const own = state.curve === null ? [] : group().curves[state.curve];
     const traces = [];
     for (const i of kept().filter((j) => own[j])) {
@@ -219,13 +222,15 @@
         customdata: steps.map(() => plain(labels()[i])), hovertemplate: "%{customdata}<br>step %{x}: %{y:.4g}<extra></extra>" });
     }
     plot("curves-chart", traces, { height: 440, showlegend: true, legend: { orientation: "h", y: -0.2 },
-      xaxis: axis({ title: { text: "optimizer step" }, rangemode: "tozero" }), yaxis: axis({ title: { text: plain(group().curve_labels[state.curve] ?? "") } }) });
+      xaxis: axis({ title: { text: "optimizer step" }, rangemode: "tozero" }), yaxis: axis({ title: { text: wrapped(group().curve_labels[state.curve] ?? "", 48) } }) });
     at("curves-note").textContent = names.length ? "Lines: means over a config's complete runs; bands: from the lowest to the highest run. Validation scores are in percent." : "No run has logged a curve.";
   };
 
-  const sides = (body, part) => {
+  const pair = () => [...new Set([state.a, state.b])];
+  const hide = (id, hidden) => { at(id).hidden = document.querySelector(`#sections a[href="#${id}"]`).parentElement.hidden = hidden; };
+  const sides = (body, shown, part) => {
     const holder = make("div", "", { class: "sides" });
-    for (const i of state.a === state.b ? [state.a] : [state.a, state.b]) {
+    for (const i of shown) {
       const side = make("div");
       side.append(make("h3", `${i === state.a ? "A" : "B"}: ${labels()[i]}`), ...part(i));
       holder.append(side);
@@ -279,23 +284,19 @@
   };
 
   const drawOverlays = () => {
-    const found = group().overlays;
-    const note = at("overlays-note");
-    note.textContent = typeof found.why === "string" ? `None: ${found.why}.` : "";
-    if (!Object.keys(found.configs).length) {
-      if (!note.textContent) note.textContent = `None: ${Object.values(found.why ?? {})[0] ?? "there are no images"}`;
-      return at("overlays-body").replaceChildren();
+    const { configs, why, rows, most } = group().overlays;  // without those of equal weights
+    const [note, isLeftOut] = [at("overlays-note"), typeof why === "string"];
+    const shown = isLeftOut ? [] : pair().filter((i) => configs[i] || why[i]);
+    note.textContent = isLeftOut ? `None: ${why}.` : "";
+    if (shown.some((i) => configs[i])) {
+      note.append("Weight of each location relative to average pooling, 0 ", make("span", "", { class: "scale" }), ` ${most}; white: the same weight. `
+        + "With prototypes, the color shows the nearest one. Configs with equal weights everywhere, such as average pooling, are left out.");
     }
-    note.append("Weight of each location relative to average pooling, 0 ", make("span", "", { class: "scale" }), ` ${found.most}; white: the same weight. With prototypes, the color shows the nearest one.`);
-    sides(at("overlays-body"), (i) => {
-      const own = found.configs[i];
-      if (!own) return [make("p", `None: ${found.why[i] ?? "it was not explained"}`, { class: "note" })];
-      return own.map((parts, q) => {
-        const name = group().gallery.names[found.rows[q]];
-        const shown = ["image", "weights", "prototypes"].flatMap((what, k) => (parts[k] ? [picture(parts[k], k ? what : name, "", "")] : []));
-        return strip(shown, 3);
-      });
-    });
+    hide("overlays", !isLeftOut && !shown.length);
+    sides(at("overlays-body"), shown, (i) => (!configs[i] ? [make("p", `None: ${why[i]}`, { class: "note" })] : configs[i].map((parts, q) => {
+      const name = group().gallery.names[rows[q]];
+      return strip(["image", "weights", "prototypes"].flatMap((what, k) => (parts[k] ? [picture(parts[k], k ? what : name, "", "")] : [])), 3);
+    })));
   };
 
   const drawClasses = () => {
@@ -347,14 +348,13 @@
     [drawShared, drawCurves, drawScores, drawBars, drawPair, drawPapers, drawProvenance].forEach((draw) => draw());
   };
   const choose = (g) => {
-    const { columns, rows } = content.groups[g].leaderboard;
-    const first = columns.findIndex((one) => one.kind);
+    const { columns, rows, main } = content.groups[g].leaderboard;
+    const first = main ?? columns.findIndex((one) => one.kind);
     const value = (i) => key(rows[i].scores[first]) ?? -Infinity;
     const [best, next] = rows.map((_, i) => i).sort((i, j) => rows[j].competes - rows[i].competes || order(value(i), value(j), true));
     Object.assign(state, { group: g, score: first, a: next ?? best, b: best, filter: "", sort: { column: first, down: true } });
     at("filter").value = "";
-    options(at("score"), columns.map(column), state.score);
-    [...at("score").options].forEach((option, i) => { option.hidden = option.disabled = !columns[i].kind; });
+    options(at("score"), columns.map((one) => (one.kind ? column(one) : null)), state.score);
     options(at("config-a"), rows.map((row) => row.label), state.a);
     options(at("config-b"), rows.map((row) => row.label), state.b);
     drawAll();

@@ -42,6 +42,7 @@ from dmlbench.types import DmlbenchError, EmbeddingSet, ImageTable, IntArray, Ne
 log = logging.getLogger(__name__)
 _SIDE = 192  # pixels of a longer side of an image in the page
 _QUALITY = 75
+_EQUAL = 1e-3  # range of pooling weights that count as equal; 1 is the weight of average pooling
 _FRAMES = {None: ("black", 1.0, "-"), True: ("#1a9850", 3.5, "-"), False: ("#d73027", 3.5, "--")}
 """Color, width and style of a query's frame and of those of right and wrong neighbors."""
 _LINE = 150  # letters across the figure
@@ -251,9 +252,10 @@ def write_page(
         groups.append({
             "title": tables[dataset, protocol].title,
             "shared": configs[0].shared,
-            "leaderboard": numbers.leaderboard(tables[dataset, protocol], configs),
+            "leaderboard": (board := numbers.leaderboard(tables[dataset, protocol], configs)),
             "metrics": metrics,
-            "differences": numbers.differences(configs, names),
+            "differences": (differences := numbers.differences(configs, names)),
+            "headline": numbers.headline(board, metrics, differences),
             "curves": (curves := numbers.curves(configs)),
             "curve_labels": {name: numbers.curve_label(name) for name in curves},
             "classes": numbers.classes(configs, names, class_names, num_classes),
@@ -281,7 +283,8 @@ def _images(
         why = {"why": f"the images are not there: {error}"}
         return {"gallery": nothing | why, "overlays": nothing | why}, None
     if not num_queries:
-        return {"gallery": nothing | {"why": "left out: queries=0"}, "overlays": nothing}, table.class_names
+        why = {"why": "left out: queries=0"}
+        return {"gallery": nothing | why, "overlays": nothing | why}, table.class_names
     gallery = _galleries(configs, table, num_queries=num_queries, num_nearest=num_nearest)
     laid = nothing | {"why": gallery.get("why", "left out: overlays=false")}
     if device is not None and "queries" in gallery:
@@ -321,7 +324,7 @@ def _galleries(
 def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: str) -> dict[str, Any]:
     """What the pooling of each config's first run looks at in images, by config, or why it does not say.
 
-    One scale holds for all: white is the weight of average pooling.
+    One scale holds for all: white is the weight of average pooling. Configs with equal weights everywhere are left out.
     """
     explained: dict[int, Explained] = {}
     why: dict[str, str] = {}
@@ -332,7 +335,9 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
             continue
         try:
             run = load_run(run_dir, {"num_workers": 0}, device=device)
-            explained[i] = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)
+            found = explain_run(run, np.asarray(rows, dtype=np.int64), run_dir)
+            if np.ptp(found.weights, axis=(1, 2)).max() > _EQUAL:
+                explained[i] = found
         except DmlbenchError as error:
             if numbers.is_trained(run_dir):
                 log.warning("%s is without overlays: %s", config.label, error)
@@ -340,13 +345,13 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
     if not explained:
         return {"configs": {}, "why": why}
     most = greatest_weight(list(explained.values()))
-    found = {}
+    drawn = {}
     for i, one in explained.items():
         pictures = overlay(one, most)
-        found[str(i)] = [
+        drawn[str(i)] = [
             [None if part is None else _thumbnail(part[row]) for part in pictures] for row in range(len(rows))
         ]
-    return {"configs": found, "why": why, "rows": [int(row) for row in rows], "most": round(most, 2)}
+    return {"configs": drawn, "why": why, "rows": [int(row) for row in rows], "most": round(most, 2)}
 
 
 def _thumbnail(pixels: NDArray[np.uint8]) -> str:
@@ -363,8 +368,11 @@ def _filled(content: Mapping[str, Any]) -> str:
     files = resources.files(__package__)
     text = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    groups = content["groups"]
+    headlines = [f"{one['title']}: " * (len(groups) > 1) + one["headline"] for one in groups if one["headline"]]
     parts = {
-        "TITLE": html.escape(", ".join(group["title"] for group in content["groups"])),
+        "HEADLINES": "".join(f"<p>{html.escape(text)}</p>" for text in headlines),
+        "TITLE": html.escape(", ".join(group["title"] for group in groups)),
         "STYLE": text["page.css"],
         "CHARTS": get_plotlyjs(),
         "DATA": data,
