@@ -1,9 +1,10 @@
 """Write the parts of docs/ that are made of other files: between ``<!-- table: conf/loss -->`` and ``<!-- end -->``.
 
-``conf/loss`` stands for the options of that folder, made of the heads of their files; ``metrics``, ``measured`` and
-``deviations`` name the other tables. A head is the comment on top of an option's file: a description, then lines
-``Key: text``, a key for each further column. ``<!-- api: dmlbench.run -->`` stands for the signature and docstring of a
-function or class. `make docs` runs this; a test fails while a part is out of date.
+``conf/loss`` stands for the options of that folder, made of the heads of their files; ``keys/fit/short`` for the keys
+of an option, made of the comments beside them; ``metrics``, ``measured`` and ``deviations`` name the other tables. A
+head is the comment on top of an option's file: a description, then lines ``Key: text``, a key for each further column.
+``<!-- api: dmlbench.run -->`` stands for the signature and docstring of a function or class. `make docs` runs this; a
+test fails while a part is out of date.
 """
 
 import functools
@@ -31,6 +32,7 @@ MARKED = re.compile(r"^<!-- (table|api): (\S+) -->\n.*?^<!-- end -->$", flags=re
 _KEY = re.compile(r"([A-Z][a-z]+): (.+)")
 _OPTION_SET = re.compile(r"`[^`]*`|(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
 _CODE = re.compile("(`[^`]*`)")
+_KEY_LINE = re.compile(r"( *)([a-z]\w*):(?: +(.+?))??(?: +# *(.+))?")
 
 
 def head(file: Path) -> dict[str, str]:
@@ -86,6 +88,29 @@ def options_table(group: str) -> str:
         for name, texts in options(group).items()
     ]
     return _table([f"`{group}=`", "description", *columns.values()], rows)
+
+
+def keys_table(option: str) -> str:
+    """Markdown of the keys of ``conf/<option>.yaml``, a row each: key, default and the comment beside it.
+
+    Keys of a command's own file without a comment are left out: they set up Hydra.
+
+    Raises:
+        ValueError: a key of an option has no comment.
+    """
+    group = option.rpartition("/")[0]
+    parents: list[str] = []
+    rows = []
+    for line in (ROOT / f"conf/{option}.yaml").read_text(encoding="utf-8").splitlines():
+        if not (found := _KEY_LINE.fullmatch(line)):
+            continue
+        indent, key, default, meaning = found.groups()
+        parents = [*parents[: len(indent) // 2], key]
+        if default and meaning:
+            rows.append([f"`{'.'.join([*filter(None, [group]), *parents])}`", f"`{default}`", _cell(meaning)])
+        elif default and group:
+            raise ValueError(f"conf/{option}.yaml: {key} has no comment beside it")
+    return _table(["key", "default", "meaning"], rows)
 
 
 def metrics_table() -> str:
@@ -163,9 +188,13 @@ def _docstring(found: Any) -> list[str]:
         elif kind == "returns":
             parts.append("Returns: " + " ".join(section.value[0].description.split()))
         elif kind == "admonition":
-            parts.append(f"{section.title}: " + " ".join(section.value.contents.split()))
+            kind, title = section.value.kind.capitalize(), section.title  # griffe's title is the text's first line
+            text = section.value.contents if title == kind else f"{title} {section.value.contents}"
+            parts.append(f"{kind}: " + " ".join(text.split()))
         elif kind in titles:
             items = [(getattr(i, "name", None) or i.annotation, " ".join(i.description.split())) for i in section.value]
+            if wrong := [name for name, _ in items if not str(name).isidentifier()]:
+                raise ValueError(f"{found.path}: its docstring describes {wrong[0]}, expected one name a line")
             parts.append(titles[kind] + "\n\n" + "\n".join(f"- `{name}`: {text}" for name, text in items))
         else:
             raise ValueError(f"{found.path}: its docstring has a section of {kind}, which nothing writes")
@@ -177,6 +206,8 @@ def _made(kind: str, what: str) -> str:
         return api(what)
     if what.startswith("conf/"):
         return options_table(what.removeprefix("conf/"))
+    if what.startswith("keys/"):
+        return keys_table(what.removeprefix("keys/"))
     if what == "metrics":
         return metrics_table()
     if what == "measured":
@@ -184,7 +215,9 @@ def _made(kind: str, what: str) -> str:
         return text.replace(" ± ", "\u00a0±\u00a0")  # a score and its deviation on one line
     if what == "deviations":
         return deviations_tables()
-    raise ValueError(f"there is no table '{what}'; name conf/<folder>, metrics, measured or deviations")
+    raise ValueError(
+        f"there is no table '{what}'; name conf/<folder>, keys/<folder>/<option>, metrics, measured or deviations"
+    )
 
 
 def with_tables(markdown: str) -> str:

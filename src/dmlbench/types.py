@@ -137,7 +137,8 @@ class Split:
         val: what early stopping and selection look at; None where the length of the training is given.
         test: None where the protocol must not look at the test half (``hpo``).
         val_is_test: whether the selection looks at the test half; printed with every number.
-        facts: of this split, such as the distance between its halves; for the result and columns of tables.
+        facts: properties of the split by name, such as the distance between its halves. ``result.json`` stores them,
+            ``dmlbench table facts=[...]`` shows them.
     """
 
     name: str

@@ -64,7 +64,8 @@ class PaperScore:
         setting: what else the column stands for.
         embedding_size: of the ranked embedding; of a concatenation, of all models together.
         kind: "separated" or "concatenated" models of the folds.
-        mean, std: the printed digits in the table's unit.
+        mean: the printed digits in the table's unit.
+        std: likewise; None if the paper prints none.
         origin: "own" (the authors ran it), "quoted" (from another paper) or "unknown".
         note: slips, doubts, and what is missing.
     """

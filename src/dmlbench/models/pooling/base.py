@@ -16,8 +16,8 @@ Pooled = ModelOutput
 class Pooling(nn.Module):
     """Map [B, C, H, W] to embedding [B, D]; subclasses implement ``forward``.
 
-    The projection C to D is an argument, because poolings project before or after they pool. Training calls
-    ``observe``, which alone changes state, between the forward pass and the loss.
+    The projection C to D is an argument, because poolings project before or after they pool. Each training step calls
+    ``observe`` after ``forward`` and before the loss. Only ``observe`` may change the pooling's state.
 
     Attributes:
         provides: names of the side outputs that ``forward`` gives once the pooling has started.
