@@ -27,6 +27,7 @@ def stored(train_configs):
     return run
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(
     "choices",
     [
@@ -43,6 +44,7 @@ def test_an_option_as_it_is_has_its_own_values(stored, choices) -> None:
     assert changed_settings(stored(*choices), NAMING_GROUPS) == {}
 
 
+@pytest.mark.slow
 def test_several_regularizers_are_named_in_rows_and_compared_with_their_own_options(stored) -> None:
     given = "regularizer=[zsr,s2sd]", "regularizer.zsr.weight=0.2"
     configs = [stored("pooling=gsp"), stored("pooling=gsp", *given), stored("pooling=gsp", "regularizer=[s2sd,xml]")]

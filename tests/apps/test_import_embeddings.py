@@ -52,6 +52,7 @@ def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_twelve_files_become_a_config_of_81_collections(table, tmp_path) -> None:
     rows = write(tmp_path, table)
     imported = taken(tmp_path, "selected=last step")

@@ -20,6 +20,7 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
     return for_hydra(command, parse(command, arguments))
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,6 +152,7 @@ def composed(train_configs):
     return run
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

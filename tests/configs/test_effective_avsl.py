@@ -33,6 +33,7 @@ def made(row: str, dataset: str) -> Effective:
     return effective("experiment=avsl/table1", f"dataset={dataset}", *ROWS[row])
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("dataset", TRUNK)
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_of_table_1_train_as_the_public_code(row: str, dataset: str) -> None:
@@ -113,6 +114,7 @@ def with_epochs_of_ten_steps(*overrides: str):
     return cfg
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("row", [[], ["loss=layered", "sampler=proxy_anchor_balanced"]], ids=["ProxyAnchor", "margin"])
 def test_the_paper_has_one_rate_and_levels_of_one_weight(dataset: str, row: list[str]) -> None:

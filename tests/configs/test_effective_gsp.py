@@ -52,6 +52,7 @@ CASES = [  # experiment, data set, loss, classes x images; steps between validat
 ]
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(("experiment", "dataset", "loss", "batch", "interval", "warmup", "last"), CASES)
 def test_length_batches_and_decay_are_those_of_the_code(
     experiment: str, dataset: str, loss: str, batch: tuple[int, int], interval: int, warmup: int, last: int

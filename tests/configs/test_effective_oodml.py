@@ -16,6 +16,7 @@ def of(*overrides: str) -> Effective:
     return effective("recipe=oodml", "backbone=resnet50", "protocol=conventional", *overrides)
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(
     ("dataset", "overrides", "batch", "steps", "epochs", "warmup", "boundaries", "rate"),
     [

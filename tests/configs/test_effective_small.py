@@ -35,6 +35,7 @@ def share_of_classes(found: Effective) -> float:
     return sum(present) / len(present)
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("loss", LENGTHS)
 def test_losses_with_class_vectors_start_as_in_the_gsp_study(loss: str) -> None:
     # Supplement 1.6.7 (ProxyAnchor, ProxyNCA++): 32 classes x 1 image, proxies at 100 times the learning rate, warm-up;
@@ -60,6 +61,7 @@ def test_avsl_starts_as_other_losses_with_class_vectors() -> None:
     assert found.rates["objective.loss.proxies"] == pytest.approx(100 * min(found.rates.values()))
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("experiment", FROM_RANDOM_WEIGHTS)
 @pytest.mark.parametrize("loss", LENGTHS)
 def test_a_third_of_the_class_vectors_is_attracted_in_each_step(experiment: str, loss: str) -> None:
@@ -78,6 +80,7 @@ def test_libc_keeps_two_images_of_a_class_and_learns_more_slowly_than_proxies() 
     assert found.settings.warmup_steps == 20
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("experiment", [PRETRAINED, *FROM_RANDOM_WEIGHTS, "experiment=poolings"])
 @pytest.mark.parametrize("loss", ["contrastive", "multi_similarity", "xbm"])
 def test_losses_that_compare_images_keep_four_of_a_class(experiment: str, loss: str) -> None:

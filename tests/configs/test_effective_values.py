@@ -47,6 +47,7 @@ ROWS = {
 RANDOM = ("loss=proxy_nca", "sampler=proxynca_pp_random", "pooling=gap")
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_train_as_in_the_public_code(loss: str) -> None:
     run = effective("experiment=mlrc_musgrave", "dataset=cub200", "fold=0", f"loss={loss}")
@@ -118,6 +119,7 @@ def test_gsp_on_libc_starts_and_pools_as_its_port() -> None:
     assert (paper.model.pooling.combine, paper.model.pooling.smoothing) == ("gmp", 0.5)
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("method", [(), RANDOM], ids=["ProxyNCA++", "ProxyNCA"])
 @pytest.mark.parametrize(("dataset", "stage"), ROWS)
 def test_runs_train_as_the_public_code(dataset: str, stage: str, method: tuple[str, ...]) -> None:
@@ -137,6 +139,7 @@ def test_runs_train_as_the_public_code(dataset: str, stage: str, method: tuple[s
     assert (run.settings.warmup_schedule, run.settings.warmup_batch_norm) == ("rests", "updated")
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("table", ["3", "4", "7", "12", "13"])
 @pytest.mark.parametrize("side", ["code", "paper"])
 def test_clusters_of_nmi_are_those_of_the_public_code(table: str, side: str) -> None:

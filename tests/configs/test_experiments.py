@@ -37,6 +37,7 @@ def test_every_table_and_figure_with_results_has_a_file_of_its_name() -> None:
     assert all(isinstance(reproduce_of(name), dict) for name in OF_PAPERS)
 
 
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize("name", tables())
 def test_every_own_row_is_a_command_or_names_what_is_missing(name: str) -> None:
     node, scores = reproduce_of(name), load_table(name)
@@ -55,6 +56,7 @@ def test_every_own_row_is_a_command_or_names_what_is_missing(name: str) -> None:
     assert node.get("embedding_sizes", {}).keys() <= {score.embedding_size for score in scores}
 
 
+@pytest.mark.slow
 def test_methods_that_papers_quote_are_run_by_what_is_said_of_them() -> None:
     listed = importlib.resources.files(papers).joinpath("quoted.csv").read_text(encoding="utf-8").splitlines()
     runs = [line["run"] for line in csv.DictReader(listed) if line["run"]]
@@ -71,6 +73,7 @@ def test_nothing_is_trained_of_a_table_that_cannot_be_run() -> None:
 MADE = [(name, line) for name in sorted(OF_PAPERS) for line in reproduce_of(name).get("commands", ())]
 
 
+@pytest.mark.fast_sample(12)
 @pytest.mark.parametrize(("name", "line"), MADE)
 def test_commands_that_make_a_table_are_commands(name: str, line: str) -> None:
     program, command, *arguments = line.replace("<config>", "config").split()

@@ -298,6 +298,7 @@ def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None
         compose("train", ["experiment=proxynca_pp/table3", "protocol=mlrc"])
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_has_the_values_of_its_choices(tmp_path, monkeypatch, command) -> None:
     jobs: list[DictConfig] = []
     monkeypatch.setattr("dmlbench.runner.run", jobs.append)

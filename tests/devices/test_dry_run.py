@@ -108,6 +108,7 @@ OF_PAIRS = ("contrastive", "contrastive_c1", "margin", "margin_gsp", "margin_ood
             "triplet")  # fmt: skip
 
 
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss(loss: str) -> None:
     check_steps_of_loss(loss=loss)
@@ -154,6 +155,7 @@ def poolings() -> list[str]:
     return sorted({str(_small(option("pooling", name), SMALL["pooling"])): name for name in names("pooling")}.values())
 
 
+@pytest.mark.fast_sample(6)
 @pytest.mark.parametrize("pooling", poolings())
 def test_pooling(pooling: str) -> None:
     cfg = configuration(pooling=pooling)
@@ -175,6 +177,7 @@ def test_pooling(pooling: str) -> None:
             assert explained is None or explained.device == CUDA
 
 
+@pytest.mark.fast_sample(5)
 @pytest.mark.parametrize(
     ("regularizer", "pooling", "loss"),
     [

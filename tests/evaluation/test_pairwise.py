@@ -154,6 +154,7 @@ def test_distances_are_symmetric_only_where_that_is_known() -> None:
     assert not is_symmetric(Skewed())
 
 
+@pytest.mark.fast_sample(6)
 @pytest.mark.usefixtures("_small_blocks", "_threads")
 @pytest.mark.parametrize(
     "distance",

@@ -68,7 +68,8 @@ def run_dirs(folder: Path) -> list[Path]:
     return sorted((folder / "outputs").glob("*/*/*/fold*_rep*"))
 
 
-@pytest.mark.parametrize(("repeats", "collections"), [("0", 1), pytest.param("0,1,2", 81, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("repeats", "collections"), [("0", 1), ("0,1,2", 81)])
 def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repeats: str, collections: int) -> None:
     num_repeats = len(repeats.split(","))
     runs = 4 * num_repeats

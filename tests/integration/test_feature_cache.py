@@ -59,6 +59,7 @@ def read_the_cached_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainBatches, "_request", of_views)
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize(
     "choices",
     [

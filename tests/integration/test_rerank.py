@@ -38,6 +38,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
     return cfg
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("pooling", ["gap", "gsp_small"])
 def test_a_test_is_ranked_again_and_nothing_else_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
@@ -84,6 +85,7 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
     assert of_plain.stored == results[plain]["metrics"]["test"]
 
 
+@pytest.mark.slow
 def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> None:
     for fold in range(2):
         for overrides in ((), ("rerank=diml",), ("rerank=diml", "rerank.temperature=0.2")):

@@ -77,6 +77,7 @@ OF_FEATURES = {
 }
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("pooling", [("pooling=gap",), GSP], ids=["gap", "gsp"])
 @pytest.mark.parametrize("name", OF_FEATURES)
 def test_regularizer_of_features_trains_over_both_poolings(data: Data, tmp_path: Path, name: str, pooling) -> None:
@@ -131,6 +132,7 @@ INTERRUPTED = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_interrupted_training_ends_in_the_same_bits(data: Data, tmp_path: Path, monkeypatch, name: str) -> None:
     overrides = (*INTERRUPTED[name], "pooling=gap", "fit.checkpoint_every=1")

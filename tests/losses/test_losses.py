@@ -396,6 +396,7 @@ def test_one_image_of_each_class(overrides: list[str]) -> None:
         assert value != 0 and gradient.any()
 
 
+@pytest.mark.fast_sample(12)
 @pytest.mark.parametrize("overrides", ALL, ids=" ".join)
 @pytest.mark.parametrize("shift", [1, -1])
 def test_labels_outside_of_the_classes(overrides: list[str], shift: int) -> None:
@@ -409,6 +410,7 @@ def test_labels_outside_of_the_classes(overrides: list[str], shift: int) -> None
         assert take(objective, x, labels)[0] == pytest.approx(take(configured(overrides), x, labels - shift)[0])
 
 
+@pytest.mark.fast_sample(10)
 @pytest.mark.parametrize("overrides", ALL, ids=" ".join)
 def test_finite_embeddings_give_finite_values_and_gradients(overrides: list[str]) -> None:
     """Random batches of norms 1e-6 to 1e6, of equal, opposite and collapsed rows, rows upon a class's vector, zeros.
@@ -441,6 +443,7 @@ def test_finite_embeddings_give_finite_values_and_gradients(overrides: list[str]
             assert math.isfinite(value) and torch.isfinite(gradient).all(), (seed, value)
 
 
+@pytest.mark.fast_sample(6)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_miner_with_a_loss_that_takes_no_pairs_is_refused(option: str) -> None:
     if compares_with_classes(configured([f"loss={option}"]).loss):

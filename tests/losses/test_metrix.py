@@ -104,6 +104,7 @@ def gradients(value: Tensor, x: Tensor, loss: nn.Module) -> list[Tensor]:
     ]
 
 
+@pytest.mark.fast_sample(30)
 @pytest.mark.parametrize("share", [0.0, 0.35, 0.8, 1.0])
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("labels", LABELS)
@@ -166,6 +167,7 @@ def test_float32_stays_finite_where_exponents_overflow_and_vectors_are_opposite(
             assert all(torch.isfinite(g).all() for g in (value, *torch.autograd.grad(value, x)))
 
 
+@pytest.mark.slow
 def test_draws_are_of_the_beta_distribution_and_of_both_kinds_of_pairs(monkeypatch) -> None:
     x, y = batch()
     drawn: list[tuple[str, float]] = []

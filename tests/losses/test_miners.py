@@ -56,6 +56,7 @@ OFFICIAL = [
 ]
 
 
+@pytest.mark.slow
 def test_negatives_are_drawn_as_the_public_code_draws_them() -> None:
     torch.manual_seed(0)
     rows, labels = 3 * torch.tensor(ROWS), torch.arange(6) // 2  # whose lengths say nothing

@@ -192,6 +192,7 @@ def test_every_configured_loss_is_known_here() -> None:
     assert options == PAIRS | NO_PAIRS | {"xbm", "xbm_contrastive", "layered", "layered_proxy_anchor", "metrix"}
 
 
+@pytest.mark.fast_sample(6)
 @pytest.mark.parametrize("option", sorted(PAIRS | NO_PAIRS))
 def test_every_loss_of_pairs_can_be_wrapped_and_no_other_one(option: str) -> None:
     cfg = compose("train", ["loss=xbm", f"loss@loss.loss={option}"])

@@ -137,6 +137,7 @@ def scores_by_loops(queries: EmbeddingSet, gallery: EmbeddingSet, distance: Diml
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("count", [3, 10, 100])
 @pytest.mark.parametrize("has_gallery", [False, True])
 def test_scores_are_those_of_loops(count: int, has_gallery: bool) -> None:

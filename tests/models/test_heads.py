@@ -84,6 +84,7 @@ def test_what_does_not_fit_is_named() -> None:
             UnitParts(8, 8, weights=weights)
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize(
     "head",
     [

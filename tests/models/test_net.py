@@ -90,10 +90,15 @@ def test_a_pooling_that_does_not_project_is_named() -> None:
         def forward(self, x: Tensor, project: Projection) -> Pooled:
             return Pooled(x.mean(dim=(2, 3)))
 
+    class Bare(Pooling):
+        def forward(self, x: Tensor, project: Projection) -> Pooled:
+            return project(x.mean(dim=(2, 3)))  # type: ignore[return-value]
+
     backbone = ResNet20()
-    model = PooledModel(backbone, Average(), Projection(backbone.channels[-1], 8))
-    with pytest.raises(ConfigError, match=r"Average: got embeddings of \(2, 64\), expected \[B, 8\]"):
-        model(torch.rand(2, 3, 32, 32))
+    for pooling, got in ((Average(), r"embeddings of \(2, 64\)"), (Bare(), "Tensor")):
+        model = PooledModel(backbone, pooling, Projection(backbone.channels[-1], 8))
+        with pytest.raises(ConfigError, match=rf": got {got}, expected Pooled with embeddings \[B, 8\]"):
+            model(torch.rand(2, 3, 32, 32))
 
 
 def test_projection_of_a_map_is_the_projection_of_every_pixel() -> None:

@@ -114,6 +114,7 @@ def test_weights_file_of_the_full_model_fits_whatever_the_image_size(name: str, 
         torch.testing.assert_close(backbone.native(images(64, 64)), expected)
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("option", ["vit_small", "dinov2_small", "clip_vit_b16", "deit_small", "dino_vit_small"])
 def test_configured_networks_are_published_and_normalize_as_they_were_trained(option: str, repository: Path) -> None:
     config = OmegaConf.load(repository / "conf" / "backbone" / f"{option}.yaml")

@@ -186,6 +186,7 @@ def bisected(log_mass: torch.Tensor, ratio: float) -> torch.Tensor:
     return (low + high) / 2
 
 
+@pytest.mark.fast_sample(6)
 @pytest.mark.parametrize("pixels", [1, 2, 49, 64, 196])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 20.0, 200.0])
 def test_the_offset_is_the_root_for_even_clustered_and_equal_masses(pixels: int, spread: float) -> None:

@@ -92,7 +92,7 @@ def test_splits_are_picked_evenly_with_the_default_one() -> None:
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (range(21), range(20, 40), "share 1 classes, such as 20"),
+        (range(21), range(20, 40), "share 1 class, such as 20"),
         (range(20), [30], "test half: got 1 class,"),
         (range(20), [30, 77], "1 classes of the test half have no features, such as 77"),
     ],

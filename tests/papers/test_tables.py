@@ -173,8 +173,6 @@ def test_a_known_slip_is_kept_as_printed_and_marked(name: str, printed: str, sai
     assert any(str(score.mean) == printed and said in score.note for score in load_table(name))
 
 
-def test_an_unknown_table_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        DataError, match=r"'gsp/tabel2'; did you mean 'gsp/table2'\? known: avsl/figure5b, .* and \d+ more"
-    ):
+def test_an_unknown_table_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(DataError, match=r"'gsp/tabel2'; did you mean 'gsp/table2'\?$"):
         load_table("gsp/tabel2")

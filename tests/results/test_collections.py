@@ -94,6 +94,7 @@ def ties(folds: Sequence[int], size: int, *, classes: int, gallery: bool) -> lis
     return result
 
 
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize("folds", [(1, 1, 1, 1), (5,), (2, 1, 4), (4, 10)])
 @pytest.mark.parametrize("with_gallery", [False, True])
 def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
@@ -144,6 +145,7 @@ def test_collections_halve_their_tiles_until_the_device_has_memory(limit_memory,
     assert {choice: x.scores for choice, x in found.items()} == {choice: x.scores for choice, x in expected.items()}
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("offset", [0.0, 5.0])
 @pytest.mark.parametrize("with_gallery", [False, True])
 def test_concatenated_equals_evaluation_of_the_concatenated_rows(

@@ -105,6 +105,7 @@ def test_studies_are_listed(command: Callable[..., str]) -> None:
     assert "  gsp_timing " in command("study", "--help")
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

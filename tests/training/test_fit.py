@@ -212,6 +212,7 @@ def test_plateau_of_falling_scores_is_refused_before_the_first_step(tmp_path) ->
     assert batches.step == 0
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(
     ("stop_at", "changes"),
     [

@@ -97,6 +97,7 @@ def conducted(asked: search.Search) -> list[search.Outcome]:
     return search.conduct(asked, compose)
 
 
+@pytest.mark.slow
 def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, monkeypatch) -> None:
     runs, two = Runs(monkeypatch), {"runs": (("part=0",), ("part=1",))}
     whole = conducted(made(tmp_path / "whole", **two))

@@ -54,12 +54,15 @@ def test_folders_by_role_set_the_roles(tmp_path: Path, paths: list[str]) -> None
         (["train/1.png", "test/1.png"], "with class folders inside"),
         (["1.png"], "got images in no folder"),
         (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "got images in test, train, unlabeled of"),
-        (["images/a/1.png", "images/b/1.png"], "got images in images of .*Point root at the folder that holds"),
+        (
+            ["images/a/1.png", "images/b/1.png"],
+            r"got images in images of .*Point dataset\.table\.root at the folder that holds",
+        ),
         (
             ["train/a/1.png", "train/b/1.png", "test/b/2.png"],
-            "1 classes both to train and to test on: b; .* merge them",
+            "1 class both to train and to test on: b; .* merge them",
         ),
-        (["train/a/1.png", "query/a/2.png", "gallery/a/3.png"], "1 classes both to train and to test on: a"),
+        (["train/a/1.png", "query/a/2.png", "gallery/a/3.png"], "1 class both to train and to test on: a"),
     ],
 )
 def test_a_tree_that_cannot_be_understood_is_an_error(tmp_path: Path, paths: list[str], message: str) -> None:
