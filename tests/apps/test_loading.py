@@ -325,6 +325,7 @@ def rehash(folder: Path, name: str) -> None:
 PLACES = ("transform.eval", "transform.eval.extra", "backbone.extra", "head.extra", "pooling.extra")
 
 
+@pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exported_folder_opens_no_connection_and_reads_no_variable(of_letters, tmp_path, monkeypatch, place) -> None:
     folder = tmp_path / "folder"

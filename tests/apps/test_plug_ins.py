@@ -136,6 +136,7 @@ def shown_in_report(command, root: Path) -> dict[str, Any]:
     return group
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read_is_listed_in_the_report_which_shows_the_others(command, root, run_dir) -> None:
     other = train(root, root / "my_conf", "pooling=gap")
     forget(root)

@@ -378,6 +378,7 @@ def _numbers(texts: list[str]) -> list[float]:
     return [float(text.split(" ")[0]) for text in texts]
 
 
+@pytest.mark.slow
 def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
     assert _numbers(_labels(opened, column=3)) == sorted(_numbers(_labels(opened, column=3)), reverse=True)
     opened.find_elements(By.CSS_SELECTOR, "#leaderboard th button")[1].click()
@@ -394,6 +395,7 @@ def test_heads_sort_and_words_filter(opened: webdriver.Chrome) -> None:
     assert len(_labels(opened)) == 5
 
 
+@pytest.mark.slow
 def test_choosing_configs_and_scores_changes_what_is_shown(opened: webdriver.Chrome, content: dict[str, Any]) -> None:
     labels = [row["label"] for row in content["groups"][0]["leaderboard"]["rows"]]
     Select(opened.find_element(By.ID, "config-a")).select_by_visible_text("gap")

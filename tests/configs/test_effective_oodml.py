@@ -58,6 +58,7 @@ def test_effective_values(dataset, overrides, batch, steps, epochs, warmup, boun
             assert found.anchors(spread=spread) == batch
 
 
+@pytest.mark.slow
 def test_initial_class_vectors() -> None:
     arcface = of("dataset=cars196", "loss=arcface").parameters["objective.loss.W"]  # [D, C]
     assert arcface.abs().max().item() == pytest.approx(0.04419, abs=1e-4)

@@ -150,6 +150,7 @@ def test_clusters_of_nmi_are_those_of_the_public_code(table: str, side: str) -> 
     assert ("raw_nmi" if side == "code" else "nmi") in cfg.evaluation.metrics
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize(("table", "dataset"), [("5", "sop"), ("6", "inshop")])
 def test_sop_and_inshop_have_no_nmi(table: str, dataset: str) -> None:
     """train.py:72-77 sets eval_nmi for CUB and Cars196 alone; evaluate_inshop(with_nmi=False), utils.py:138."""

@@ -73,6 +73,7 @@ def test_data_roots_do_not_count_but_options_do(tmp_path: Path) -> None:
     assert of("dataset.name=mine") != of()
 
 
+@pytest.mark.slow
 def test_a_second_machine_completes_the_table(tmp_path: Path) -> None:
     """Runs of one config under another root and with another path of the same weights share their folder."""
     weights = tmp_path / "weights.pth"

@@ -176,6 +176,7 @@ def test_a_schedule_that_somebody_chose_or_left_out_stays_so() -> None:
     assert compose("train", ["experiment=gsp_conventional", "schedule=cosine"]).schedule.eta_min == 0.0
 
 
+@pytest.mark.slow
 def test_margins_of_oodml_start_where_its_miner_wants_them() -> None:
     base = ["recipe=oodml", "loss=margin_oodml", "backbone=resnet50"]
     for dataset, beta, rho in (("cub200", 0.6, 0.4), ("cars196", 0.6, 0.35), ("sop", 0.9, 0.15)):

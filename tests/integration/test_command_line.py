@@ -154,6 +154,7 @@ def test_explain_draws_runs_side_by_side_and_says_what_it_cannot_draw(dmlbench, 
         assert message in dmlbench("explain", *bad, code=2)
 
 
+@pytest.mark.slow
 def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench, tmp_path) -> None:
     dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     before = {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()}
@@ -267,6 +268,7 @@ def test_other_data_under_the_same_configuration_is_refused(dmlbench, tmp_path) 
     assert "is complete: nothing to do" in dmlbench(*photos, "paths.data_dir=moved")
 
 
+@pytest.mark.slow
 def test_pooling_that_never_started_is_said_in_log_result_and_table(dmlbench, tmp_path) -> None:
     out = dmlbench("train", *TINY, "pooling=gsp", "fit.max_steps=2")
     assert "prototypes were never initialized" in out

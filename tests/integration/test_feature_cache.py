@@ -88,6 +88,7 @@ def test_weights_are_those_of_training_on_images(
     torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_a_killed_build_resume_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

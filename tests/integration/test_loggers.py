@@ -62,6 +62,7 @@ def assert_same_numbers(ours: Path, theirs: Path) -> None:
     assert torch.equal(last["random"]["numpy"][1], other["random"]["numpy"][1])
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_history_and_pictures_of_an_interrupted_run(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ def test_what_is_narrowed_has_files_of_its_own_and_folds_narrow_no_table(done: P
     assert max(map(len, listed.partition("\n\n")[0].splitlines())) == 100
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
     rows = ("dataset=cub200", "rows=C2+GAP,C2+DeLF", "fold=0")
     _, error = reproduce(capsys, "gsp/table2", *rows, code=1)
@@ -218,6 +219,7 @@ def _with_rows(folder: Path, rows: dict[str, str], table: str = TABLE) -> None:
     (folder / "conf/experiment/gsp/table2.yaml").write_text(f"{table}\nreproduce:\n  rows:\n{text}")
 
 
+@pytest.mark.slow
 def test_rows_whose_weights_are_missing_are_listed_once_and_the_others_are_run(done: Path, capsys) -> None:
     small = "dataset=glyphs backbone=resnet20_small fit.max_steps=1"
     gone = f"{small} backbone.weights_file=gone.pth"
@@ -232,6 +234,7 @@ def test_rows_whose_weights_are_missing_are_listed_once_and_the_others_are_run(d
     assert {run.state for run in find_runs("out")} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_fails_where_something_is_missing(folder: Path, capsys) -> None:
     small = "dataset=glyphs backbone=resnet20_small fit.max_steps=1"
     gone = f"{small} backbone.weights_file=gone.pth"
@@ -253,6 +256,7 @@ def test_a_dry_run_fails_where_something_is_missing(folder: Path, capsys) -> Non
 ONE = ("gsp/table2", "dataset=cub200", "rows=C2+GAP")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_gets_one_message_and_nothing_is_deleted(done: Path, capsys) -> None:
     first, second = find_runs("out", "*gap*")
     before = set(Path("out").rglob("*"))
@@ -327,6 +331,7 @@ def test_averages_of_figure_1_follow_from_the_written_tables(folder: Path, capsy
     assert difference[4:6] == ["18.38", "22.9"]  # 83.65 - 65.275
 
 
+@pytest.mark.slow
 def test_runs_of_other_processes_are_skipped_and_named(done: Path, capsys) -> None:
     run = find_runs("out", "*gap*")[0].path
     (run / RESULT).unlink()

@@ -110,6 +110,7 @@ def test_tables_and_collections_say_what_was_ranked_again(tmp_path: Path) -> Non
     assert "separated (128-D)" in text and "concatenated (256-D)" in text
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run_module.runtime, "git_commit", lambda: "of an earlier day")

@@ -100,6 +100,7 @@ DIVA = ("head=unit_parts", "loss=diva", "regularizer=diva", "regularizer.decorre
         "regularizer.self_similarity.temperature=0.5")  # fmt: skip
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("triplets", [(), ("loss.shared=across_classes", "loss.intra=permuted")], ids=["own", "others"])
 @pytest.mark.parametrize("pooling", [("pooling=gap",), GSP], ids=["gap", "gsp"])
 def test_diva_trains_every_part_over_both_poolings(data: Data, tmp_path: Path, pooling, triplets) -> None:

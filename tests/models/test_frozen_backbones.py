@@ -36,6 +36,7 @@ NAMES = ["resnet20", "bn_inception", "googlenet", "efficientnet", "resnet18", "c
 NAMES += ["vit_patch_projection", "vit_patch_embed"]
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("make, stage, first_trained", CASES, ids=NAMES)
 def test_the_frozen_part_and_the_rest_are_the_whole_and_gradients_stop_there(
     make: Callable[..., Backbone], stage: str, first_trained: str

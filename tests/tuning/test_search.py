@@ -123,6 +123,7 @@ def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, mon
     assert "points above the next best values" in text and f"{states['pruned']} of 9 trials were pruned" in text
 
 
+@pytest.mark.slow
 def test_repeated_values_cost_nothing_and_diverged_trials_fail(tmp_path, monkeypatch) -> None:
     runs = Runs(monkeypatch)
     asked = made(tmp_path, space={"lr": {"choices": [0.001, 0.01, 0.1]}}, trials=7, pruner=None)
@@ -215,6 +216,7 @@ def _edit_value(database: Path, lr: float) -> None:
         connection.execute("UPDATE trial_params SET param_value = ? WHERE trial_id = 1 AND param_name = 'lr'", (lr,))
 
 
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("attribute", ['"runs"', "5", "{", "[1, 2]"])
 def test_a_storage_with_attributes_of_another_type_is_one_line(tmp_path, monkeypatch, attribute: str) -> None:
     Runs(monkeypatch)
