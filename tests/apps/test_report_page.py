@@ -20,7 +20,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import Select
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from dmlbench.apps.compare_configs import ConfigSummary, build_tables, compare_configs, find_configs
 from dmlbench.apps.import_embeddings import import_config
@@ -365,8 +365,14 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture
 def opened(browser: webdriver.Chrome, folder: Path) -> webdriver.Chrome:
-    browser.get((folder / "out/tables/report.html").resolve().as_uri())
+    _open(browser, folder / "out/tables/report.html")
     return browser
+
+
+def _open(browser: webdriver.Chrome, path: Path) -> None:
+    """Open a page that has rows; the first one of a browser may be reported as loaded before its script has run."""
+    browser.get(path.resolve().as_uri())
+    WebDriverWait(browser, 60).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, "#leaderboard tbody tr"))
 
 
 def _labels(browser: webdriver.Chrome, table: str = "leaderboard", column: int = 1) -> list[str]:
@@ -470,7 +476,7 @@ def test_only_scores_are_choices_and_the_axis_of_differences_has_0(
         for b in range(rows) for a in range(b)
     ]  # fmt: skip
     (tmp_path / "x.html").write_text(page._filled(changed))
-    browser.get((tmp_path / "x.html").as_uri())
+    _open(browser, tmp_path / "x.html")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#leaderboard th")) == 1 + 4 + 1 + 1  # and notes
     choices = [option.get_attribute("textContent") for option in Select(browser.find_element(By.ID, "score")).options]
     assert len(choices) == 4 and all(text.endswith(("P@1", "MAP@R")) for text in choices)
@@ -487,7 +493,7 @@ def test_one_comparison_has_no_joint_interval(
     two = [config for config in configs if config.label in ("gap", "gsp_small")]
     options = {"num_queries": 0, "num_nearest": 1, "num_classes": 1, "with_overlays": False, "device": "cpu"}
     page.write_page({("glyphs", "mlrc"): two}, tmp_path / "x.html", spec=SPEC, **options)
-    browser.get((tmp_path / "x.html").as_uri())
+    _open(browser, tmp_path / "x.html")
     heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#differences-table th")]
     assert heads == ["config", "difference from A", "95 % interval", "pairs of runs", "over"]
     assert len(_labels(browser, "differences-table", 5)) == 1
@@ -513,7 +519,7 @@ def test_names_are_text_never_markup(browser: webdriver.Chrome, content: dict[st
     group["leaderboard"]["rows"][0]["label"] = hostile
     group["gallery"]["names"] = dict.fromkeys(group["gallery"]["names"], hostile)
     (tmp_path / "x.html").write_text(page._filled(changed))
-    browser.get((tmp_path / "x.html").as_uri())
+    _open(browser, tmp_path / "x.html")
     assert browser.find_element(By.ID, "title").text == hostile
     assert browser.find_element(By.ID, "headlines").text == hostile
     assert browser.execute_script("return window.taken") is None
