@@ -164,7 +164,6 @@ def named_configs(
         found = [ConfigSummary(path, tuple(runs), summary, "") for path, runs, summary in everything]
         examples = [(config.complete[0], config.summary["choices"]) for config in found]
         labels, settings, shared = labels_of_runs(examples)
-        labels = _distinct(labels, [config.path for config in found])
         if rows is not None:
             labels = [rows[config.path] for config in found]
         named = [
@@ -218,7 +217,8 @@ def labels_of_runs(
     made_here = [i for i, (_, choices) in enumerate(runs) if LABEL_OF_IMPORTED not in choices]
     shared = shared_settings([stored[i] for i in made_here], [changed[i] for i in made_here])
     settings = [(choices, config_settings(dict(config))) for (_, choices), config in zip(runs, stored, strict=True)]
-    return *config_labels(settings, changed), shared
+    labels, unsaid = config_labels(settings, changed)
+    return _distinct(labels, [run_dir.parent for run_dir, _ in runs]), unsaid, shared
 
 
 def _distinct(labels: Sequence[str], configs: Sequence[Path]) -> list[str]:
@@ -280,8 +280,8 @@ def comparison_table(found: Sequence[PairedConfigs]) -> Table:
     """Differences of configs from one, by metric, with t intervals and p-values, which Holm's method corrects."""
     folders = [found[0].first, *(one.second for one in found)]
     runs = [found[0].runs[0], *(one.runs[1] for one in found)]
-    names, settings, shared = labels_of_runs([(run, store.read_result(run)["choices"]) for run in runs])
-    first, *others = labels = _distinct(names, folders)
+    labels, settings, shared = labels_of_runs([(run, store.read_result(run)["choices"]) for run in runs])
+    first, *others = labels
     blocks, index, rows, lines = [], [], [], []
     for metric in found[0].differences:
         score, pairs = score_named(metric), [one.differences[metric] for one in found]
@@ -412,16 +412,16 @@ def _runs_of_config(output_dir: str, pattern: str, among: str, allow_partial: bo
 
 def _rows(configs: Mapping[Path, list[RunInfo]], allow_partial: bool) -> dict[str, list[Path]]:
     """Configs by their rows' labels in the tables that ``find_configs`` makes of them."""
-    tables: dict[tuple[str, str], list[tuple[Path, Path]]] = {}
+    tables: dict[tuple[str, str], list[Path]] = {}  # the first complete run of each config
     for path, runs in configs.items():
         if not _incomplete(path, runs, allow_partial=allow_partial):
-            done = next(run.path for run in runs if run.state == "done")
-            tables.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, done))
+            done = next(run for run in runs if run.state == "done")
+            tables.setdefault((done.dataset, done.protocol), []).append(done.path)
     rows: dict[str, list[Path]] = {}
     for members in tables.values():
-        labels, *_ = labels_of_runs([(run, store.read_result(run)["choices"]) for _, run in members])
-        for label, (path, _) in zip(_distinct(labels, [path for path, _ in members]), members, strict=True):
-            rows.setdefault(label, []).append(path)
+        labels, *_ = labels_of_runs([(run, store.read_result(run)["choices"]) for run in members])
+        for label, run in zip(labels, members, strict=True):
+            rows.setdefault(label, []).append(run.parent)
     return rows
 
 

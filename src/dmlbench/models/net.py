@@ -127,11 +127,9 @@ class PooledModel(MetricModel):
         x = self.last_map(images)
         pooled: Pooled = self.pooling(x, self.projection)
         if not isinstance(pooled, Pooled) or pooled.embedding.shape[1:] != (self.embedding_size,):
-            got = type(pooled).__name__
-            if isinstance(pooled, Pooled):
-                got = f"embeddings of {tuple(pooled.embedding.shape)}"
+            shape = f"embeddings of {tuple(pooled.embedding.shape)}" if isinstance(pooled, Pooled) else ""
             raise ConfigError(
-                f"{type(self.pooling).__name__}: got {got}, expected Pooled with embeddings "
+                f"{type(self.pooling).__name__}: got {shape or type(pooled).__name__}, expected Pooled with embeddings "
                 f"[B, {self.embedding_size}]. A pooling's forward must return Pooled(project(...))."
             )
         embedding = self.projection.finished(_at_least_float32(pooled.embedding))

@@ -193,7 +193,8 @@ def read_embeddings(
     try:
         sets = sets_of_arrays(query, others)
     except RunError as error:
-        raise RunError(f"{path}: {error}") from None
+        files = path if gallery is None else f"{path}, {gallery}"
+        raise RunError(f"{files}: {error}") from None
     return StoredEmbeddings(*sets, dict(BY_ORDER) if query[2] is None else {})
 
 
