@@ -128,8 +128,8 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     damaged.write_text(whole[:40])
     assert "configs cannot be aggregated: " in dmlbench("aggregate", code=1)
     damaged.write_text(whole)
-    assert "nothing was removed" in dmlbench("clean", "*", "state=stale", code=1)
-    assert "removed 1 run" in dmlbench("clean", "*", "state=stale", "ask=false")
+    assert "nothing was removed" in dmlbench("clean", "*", "state=interrupted", code=1)
+    assert "removed 1 run" in dmlbench("clean", "*", "state=interrupted", "ask=false")
     assert len(run_dirs(tmp_path)) == runs + 1
 
 
@@ -240,7 +240,7 @@ def test_sigterm_saves_and_exits_with_75_and_a_second_process_is_refused(dmlbenc
     assert error.splitlines()[-1] == "dmlbench: stopped; start the same command again to continue"
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert saved["progress"]["step"] >= 3
-    assert "1 stale" in dmlbench("status")
+    assert "1 interrupted" in dmlbench("status")
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def _run(root, name: str = "glyphs/mlrc/a-b-c-12345678/fold0_rep1"):
 
 def test_state_of_a_run_follows_its_files(tmp_path) -> None:
     path = _run(tmp_path)
-    assert store.run_state(path) == "stale"
+    assert store.run_state(path) == "interrupted"
     (path / store.ERROR).write_text("boom")
     assert store.run_state(path) == "failed"
     with store.locked(path):

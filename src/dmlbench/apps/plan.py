@@ -28,7 +28,7 @@ class Run:
     repeat: int
     path: Path
     is_requested: bool  # whether the command line asks for its fold and repeat
-    state: str = "missing"  # done, running, failed, stale, missing, or unusable (damaged or of another run)
+    state: str = "missing"  # done, running, failed, interrupted, missing, or unusable (damaged or of another run)
     problem: str = ""  # why it failed or is unusable; what files a done run has lost
     result: Mapping[str, Any] = field(default_factory=dict, hash=False)
 

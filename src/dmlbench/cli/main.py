@@ -28,7 +28,7 @@ COMMANDS = {
     "report": "write a page of aggregated configs to look through, or draw them (--picture)",
     "explain": "draw what the pooling of a trained model looks at, or why two images are alike to AVSL",
     "data": "list, verify and prepare data sets, and count what one holds",
-    "status": "which runs are done, running, failed or stale",
+    "status": "which runs are done, running, failed or interrupted",
     "clean": "remove runs that match a pattern, after showing them",
 }
 _WITH_MODULE, _WITH_WORD = ("train", "reproduce", "tune", "data", "submit"), ("oodml", "study")

@@ -293,7 +293,7 @@ def status(args: Any) -> None:
         for run in members:
             if found[run] != "done":
                 error = last_error(run.path) if found[run] == "failed" else ""
-                print(f"  {found[run]:<8} {run.path.name}" + (f": {error}" if error else ""))
+                print(f"  {found[run]:<11} {run.path.name}" + (f": {error}" if error else ""))
     total = Counter[str](found[run] for run in runs)
     print(f"{counted(len(runs), 'run')}: " + ", ".join(f"{total[state]} {state}" for state in STATES))
 
@@ -303,7 +303,7 @@ def clean(args: Any) -> None:
 
     if args.configs is None:
         raise ConfigError("say which runs: configs=<pattern>, '**' for all; `dmlbench status` lists what there is")
-    wanted = states_of(args.state, ("done", "failed", "stale"))
+    wanted = states_of(args.state, ("done", "failed", "interrupted"))
     states = {run: run.state for run in find_runs(args.paths.output_dir, args.configs)}
     linked = [run for run in states if any(folder.is_symlink() for folder in list(run.path.parents)[:3])]
     chosen = [run for run, state in states.items() if state in wanted and run not in linked]
@@ -316,7 +316,7 @@ def clean(args: Any) -> None:
         print(f"nothing under {args.paths.output_dir} matches '{args.configs}' in state {' or '.join(wanted)}")
         return
     for run in chosen:
-        print(f"{states[run]:<8} {run.path}")
+        print(f"{states[run]:<11} {run.path}")
     if args.ask:
         if not sys.stdin.isatty():
             raise RunError(f"{counted(len(chosen), 'matching run')}; nothing was removed: confirm with ask=false")

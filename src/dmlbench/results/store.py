@@ -30,8 +30,8 @@ RESULT_SCHEMA = 1
 
 Coordinates = tuple[int, int]
 """Fold and repeat of a run."""
-State = Literal["done", "running", "failed", "stale"]
-STATES = ("done", "running", "failed", "stale")
+State = Literal["done", "running", "failed", "interrupted"]
+STATES = ("done", "running", "failed", "interrupted")
 LOCK = "run.lock"
 BEAT_S, SILENT_S = 15.0, 90.0
 """Seconds between heartbeats, and until another machine's lock is stale; clocks may differ by what is between."""
@@ -141,12 +141,12 @@ def require_tested(run_dir: Path, result: Mapping[str, Any]) -> None:
 
 
 def run_state(run_dir: Path) -> State:
-    """done: has a result; running: a living process holds it; failed: left an error; stale: begun, then interrupted."""
+    """done: has a result; running: a living process holds it; failed: left an error; interrupted: none of these."""
     if (run_dir / RESULT).exists():
         return "done"
     if is_locked(run_dir):
         return "running"
-    return "failed" if (run_dir / ERROR).exists() else "stale"
+    return "failed" if (run_dir / ERROR).exists() else "interrupted"
 
 
 def last_error(run_dir: Path) -> str:

@@ -99,7 +99,7 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
         share = f", {100 * mean / whole:.0f} % of a complete one's {whole:.0f}" if whole else ""
         found.append(
             f"{len(pruned)} of {len(outcomes)} trials were pruned: {mean:.0f} steps each on average{share}; their "
-            "scores are the best that they had reached, and `dmlbench clean` removes their runs, which are stale"
+            "scores are the best that they had reached, and `dmlbench clean` removes their runs, which are interrupted"
         )
     for state, means in (("failed", "their training diverged"), ("running", "by other processes, or interrupted")):
         if count := sum(o.state == state for o in outcomes):
