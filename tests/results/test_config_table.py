@@ -99,6 +99,14 @@ def test_csv_keeps_full_precision_in_separate_columns() -> None:
     assert rows[1]["separated (128-D) P@1 std"] == ""
 
 
+def test_a_table_says_that_it_replaces_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, other = _table(_summary(0.5, 0.01)), _table(_summary(0.6, 0.01))
+    for table, replaces in ((first, False), (first, False), (other, True)):
+        table.publish(tmp_path / "t")
+        line = f"written: {tmp_path}/t.md, .csv, .tex{' (replaced)' if replaces else ''}"
+        assert line in capsys.readouterr().out.splitlines()
+
+
 def test_partial_table_says_on_how_many_runs_it_rests_and_prints_no_std() -> None:
     partial = _summary(0.4, None, n_runs=3, missing=["fold3_rep0"], n_collections=1, n_skipped_queries=7)
     text = _table(_summary(0.5, 0.01), partial).to_text()

@@ -170,11 +170,13 @@ class Table:
         return list(paths.values())
 
     def publish(self, base: Path) -> None:
-        """Print the text, write the other forms, and say where."""
+        """Print the text, write the other forms, and say where, and whether they replace another table."""
         print(self.to_text())
         remove_leftovers(base.parent)
+        csv = base.with_name(f"{base.name}.csv")
+        replaced = csv.is_file() and csv.read_text(encoding="utf-8") != self.to_csv()
         self.write(base)
-        print(f"written: {base}.md, .csv, .tex\n")
+        print(f"written: {base}.md, .csv, .tex{' (replaced)' if replaced else ''}\n")
 
     def _align(self) -> str:
         return self.align or "l" + "r" * len(self.frame.columns)
