@@ -95,7 +95,10 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
             {"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)},
             "got 5 query rows, expected 24, the test half of",
         ),
-        ({"ids": None, "labels": [*in_order, 0]}, r"npz: query labels: got shape \(25,\), expected \(24,\)"),
+        (
+            {"ids": None, "labels": [*in_order, 0]},
+            r"npz \(and 11 more files\): query labels: got shape \(25,\), expected \(24,\)",
+        ),
         ({"ids": None, "labels": in_order[1:]}, r"query labels: got shape \(23,\)"),
         ({"rows": np.full((24, 2), np.nan, np.float32)}, r"holds NaN or infinity \(24 of 24"),
     ):

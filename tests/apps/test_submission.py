@@ -75,7 +75,7 @@ def rotated(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("missing", r"1 of the 12 files of protocol 'mlrc' are missing, such as .*fold2_rep1"),
+        ("missing", r"1 of the 12 files of protocol 'mlrc' are missing: fold2_rep1"),
         ("copied", r"fold3_rep0\.npz is a copy of fold1_rep0\.npz"),
         ("rotated", r"fold3_rep0\.npz is a copy of fold1_rep0\.npz"),
         ("labels", r"does not have the labels of the test images of glyphs_collage"),

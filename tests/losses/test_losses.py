@@ -443,6 +443,42 @@ def test_finite_embeddings_give_finite_values_and_gradients(overrides: list[str]
             assert math.isfinite(value) and torch.isfinite(gradient).all(), (seed, value)
 
 
+class _Own(nn.Module):
+    """A loss that returns what ``value`` makes of the embeddings."""
+
+    def __init__(self, value: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: object = None) -> object:
+        return self.value(embeddings)
+
+
+class _WithoutPairs(_Own):
+    def forward(self, embeddings: Tensor, labels: Tensor) -> object:
+        return self.value(embeddings)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda x: x.sum(dim=1), r"_Own: returned a tensor of shape \[11\], expected a scalar\. Return its mean"),
+        (lambda x: x.sum().item(), "_Own: returned float, expected a scalar tensor"),
+        (lambda x: x.detach().sum(), "_Own: returned a value without gradient"),
+    ],
+)
+def test_a_loss_that_returns_no_loss_is_refused(value: Callable[[Tensor], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        take(Objective(_Own(value)), batch_of(dtype=torch.float32), LABELS)
+
+
+def test_a_loss_that_cannot_take_pairs_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"_WithoutPairs\.forward: got .*, expected \(embeddings, labels, indices_tup"
+    ):
+        Objective(_WithoutPairs(torch.sum))
+
+
 @pytest.mark.fast_sample(6)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_miner_with_a_loss_that_takes_no_pairs_is_refused(option: str) -> None:

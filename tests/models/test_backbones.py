@@ -262,6 +262,9 @@ def test_a_run_s_checkpoint_gives_the_weights_of_its_backbone(tmp_path: Path) ->
     save_checkpoint(tmp_path / "best.ckpt", {"model": model, "objective": {}, "step": 3, "score": 0.5})
     found = ResNet20(weights_file=str(tmp_path / "best.ckpt")).state_dict()
     assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items())
+    safetensors.torch.save_file(model, tmp_path / "model.safetensors")  # of an exported folder
+    found = ResNet20(weights_file=str(tmp_path / "model.safetensors")).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items())
     other = {"model": {"network.weight": torch.zeros(1)}}
     save_checkpoint(tmp_path / "other.ckpt", other)
     with pytest.raises(ConfigError, match="holds no named tensors"):

@@ -68,6 +68,13 @@ def test_every_tensor_of_the_public_naming_arrives_where_it_belongs(variant: int
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(own.values(), in_order, strict=True))
 
 
+def test_the_backbone_of_a_run_starts_another_run(tmp_path: Path) -> None:
+    trained = EfficientNetLite(0, pretrained=False).state_dict()
+    torch.save({"model": {f"backbone.{name}": value for name, value in trained.items()}}, tmp_path / "best.ckpt")
+    found = EfficientNetLite(0, pretrained=True, weights_file=str(tmp_path / "best.ckpt")).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in trained.items())
+
+
 def test_stages_have_the_documented_maps() -> None:
     model = EfficientNetLite(0, pretrained=False, out_indices=[0, 1, 2, 3, 4]).eval()
     assert model.mean.flatten().tolist() == model.std.flatten().tolist() == [0.5, 0.5, 0.5]

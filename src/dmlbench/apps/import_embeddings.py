@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,14 @@ from dmlbench.types import (
     RunError,
     Split,
     check_file_name,
+    counted,
 )
 
 FILES = ("embeddings", "labels", "gallery", "gallery_labels")
 """Keys of the configuration that are patterns of files, with {fold} and {repeat}."""
+
+_FILE = "<file>"
+"""Stands for the file's name, so that problems that several files share are said once."""
 
 TOLD = ("trained", "selected")
 """Keys for what somebody tells of a model that we have not trained."""
@@ -81,7 +85,7 @@ def import_config(args: Any) -> Imported:
     spec: EvaluationSpec = component(args.evaluation)
     name = f"{args.name}-imported-{config_sha256(as_config(_identity(args)))[:8]}"
     config = Path(args.paths.output_dir) / str(args.dataset["name"]) / protocol.name / name
-    scores, problems = {}, []
+    scores, problems = {}, dict[str, list[str]]()
     checked: dict[tuple[int, int], tuple[Split, StoredEmbeddings, bool]] = {}
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
         split = protocol.split(table, fold=fold)
@@ -92,9 +96,9 @@ def import_config(args: Any) -> Imported:
             stored = read_embeddings(of["embeddings"], **{key: of.get(key) for key in FILES[1:]})
             checked[fold, repeat] = (split, *_of_table(stored, table, split.test, str(of["embeddings"])))
         except RunError as error:
-            problems.append(str(error))
+            problems.setdefault(str(error).replace(str(of["embeddings"]), _FILE, 1), []).append(str(of["embeddings"]))
     if problems:
-        raise RunError("\n  ".join(problems))
+        raise RunError("\n  ".join(each.replace(_FILE, _listed(those), 1) for each, those in problems.items()))
     widths = {found.queries.rows.shape[1] for _, found, _ in checked.values()}
     if len(widths) > 1:
         raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a config has one width")
@@ -114,6 +118,10 @@ def import_config(args: Any) -> Imported:
     on_trust = any(is_by_order for *_, is_by_order in checked.values())
     note = "the files have no ids: images of one class are taken to stand in the data set's order"
     return Imported(config, scores, (note,) * on_trust)
+
+
+def _listed(files: Sequence[str]) -> str:
+    return files[0] + (f" (and {counted(len(files) - 1, 'more file')})" if len(files) > 1 else "")
 
 
 def files_of(patterns: Mapping[str, str], fold: int, repeat: int) -> dict[str, Path]:

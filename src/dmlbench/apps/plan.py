@@ -152,6 +152,12 @@ class Inputs:
     notes: Mapping[str, tuple[str, ...]]  # how a data set differs from the published one
 
 
+def one_error(errors: Iterable[DmlbenchError]) -> DmlbenchError:
+    """Several errors as one that has each message once."""
+    distinct = list({str(error): error for error in errors}.values())
+    return distinct[0] if len(distinct) == 1 else type(distinct[0])("; ".join(map(str, distinct)))
+
+
 def load_inputs(configs: Iterable[PlannedConfig]) -> Inputs:
     """Load each data set and each pretrained backbone of configs once."""
     configs = list(configs)
@@ -164,7 +170,8 @@ def load_inputs(configs: Iterable[PlannedConfig]) -> Inputs:
             errors[node] = error
         except Exception:  # the run reports it, with more context
             continue
-    missing = {c.sha256: errors[node] for c in configs for node in reversed(c.inputs) if node in errors}
+    found = {c.sha256: [errors[node] for node in c.inputs if node in errors] for c in configs}
+    missing = {sha256: one_error(own) for sha256, own in found.items() if own}
     kinds = {
         c.sha256: " and ".join(
             kind for node, kind in zip(c.inputs, ("data", "weights"), strict=False) if node in errors

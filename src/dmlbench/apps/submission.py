@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +90,15 @@ def check_submission(args: Any, submission: Submission, folder: Path) -> Checked
     protocol = component(args.protocol)
     coordinates = itertools.product(range(protocol.num_folds), range(protocol.num_repeats))
     files = {at: files_of({"embeddings": str(given["embeddings"])}, *at)["embeddings"] for at in coordinates}
-    if missing := [file for file in files.values() if not file.is_file()]:
-        raise RunError(
-            f"{len(missing)} of the {len(files)} files of protocol '{protocol.name}' are missing, such as "
-            f"{missing[0]}. A submission needs all of them."
+    missing = [file for file in files.values() if not file.is_file()]
+    problems = _copies([file for file in files.values() if file.is_file()])
+    if missing:
+        problems.append(
+            f"{len(missing)} of the {len(files)} files of protocol '{protocol.name}' are missing: "
+            f"{', '.join(file.name for file in missing)}. A submission needs all of them."
         )
-    _require_different_models(files)
+    if problems:
+        raise RunError("\n  ".join(problems))
     imported = import_config(
         dataclasses.replace(
             args,
@@ -110,14 +113,15 @@ def check_submission(args: Any, submission: Submission, folder: Path) -> Checked
     return Checked(imported, tuple(_implausible(imported.scores, num_queries)))
 
 
-def _require_different_models(files: Mapping[Coordinates, Path]) -> None:
-    cosines = {at: _cosines(file) for at, file in files.items()}
-    for one, other in itertools.combinations(cosines, 2):
-        if cosines[one].shape == cosines[other].shape and np.abs(cosines[one] - cosines[other]).max() < _SAME:
-            raise RunError(
-                f"{files[other].name} is a copy of {files[one].name}: the cosines of its images are equal within "
-                f"{_SAME:g}. Submit a model for each fold and repeat."
-            )
+def _copies(files: Sequence[Path]) -> list[str]:
+    """Which files come from the model of another file, a line each."""
+    cosines = {file: _cosines(file) for file in files}
+    return [
+        f"{other.name} is a copy of {one.name}: the cosines of its images are equal within {_SAME:g}. Submit a model "
+        "for each fold and repeat."
+        for one, other in itertools.combinations(cosines, 2)
+        if cosines[one].shape == cosines[other].shape and np.abs(cosines[one] - cosines[other]).max() < _SAME
+    ]
 
 
 def _cosines(file: Path) -> NDArray[np.float64]:

@@ -20,7 +20,8 @@ _OF_PREPARE = ("dataset", "archives", "password", "download", "accept_other_chec
 def main(line: CommandLine) -> None:
     command, *names = line.words or ("",)
     if command not in _COMMANDS and not line.help:
-        raise ConfigError(f"say what to do: dmlbench data {'|'.join(_COMMANDS)}; '{command}' is none of these")
+        unknown = f"; '{command}' is none of these" if command else ""
+        raise ConfigError(f"say what to do: dmlbench data {'|'.join(_COMMANDS)}{unknown}")
     names += [override.partition("=")[2] for override in line.overrides if override.startswith("dataset=")]
     if len(names) != (command != "list") and not line.help:
         wanted = "no name" if command == "list" else "the name of one data set"

@@ -88,7 +88,7 @@ def evaluate(
         labels: of rows [N]; of a file without labels another file.
         model: of a file whose rows have their own distance, the run or exported folder that made it.
         metrics: names of ``dmlbench.evaluation.metrics.registry``.
-        recall_at: K of metrics that take one.
+        recall_at: values of K for metrics with a K, such as R@K.
         config_dir: folder of options that the run was trained with, as ``--config-dir``; its modules can be imported
             from now on.
 
@@ -137,7 +137,7 @@ def table(
         compare: patterns of two or more configs: return the differences from the first, as ``compare=`` does.
         output_dir: folder of the runs; None: ``DMLBENCH_OUTPUT``, else ``outputs``, as for ``run``.
         metrics: scores to show; what the runs lack is computed and kept.
-        recall_at: K of metrics that take one.
+        recall_at: values of K for metrics with a K, such as R@K.
         allow_partial: also configs of which runs are missing.
         config_dir: folder of options that the runs were trained with, as ``--config-dir``; its modules can be imported
             from now on.

@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn
 from dmlbench.apps import paper_comparison
 from dmlbench.apps.compare_configs import ConfigSummary, build_tables
 from dmlbench.apps.pictures import save_figure
-from dmlbench.apps.plan import Plan, Run, compose_configs, load_inputs, make_plan
+from dmlbench.apps.plan import Plan, Run, compose_configs, load_inputs, make_plan, one_error
 from dmlbench.apps.time_estimate import measured_times
 from dmlbench.cli import train
 from dmlbench.cli.arguments import in_train
@@ -87,7 +87,7 @@ def run_table(
             blocked = load_inputs({run.config.sha256: run.config for run in to_do}.values()).missing
             waves = [kept for wave in waves if (kept := [run for run in wave if run.config.sha256 not in blocked])]
             if blocked and not waves and not any(run.state == "done" for run in plan.runs):
-                raise _one_error(blocked)
+                raise one_error(blocked.values())
         names = [_name(run, table) for wave in waves for run in wave]
         job = Job("train", train.task, config_dir, Progress(names))
         for wave in waves:
@@ -102,19 +102,13 @@ def run_table(
     raise_failures(done, names)
     if blocked:
         count = len(to_do)
-        raise RunError(f"{count - len(names)} of {count} runs did not start: {_one_error(blocked)}")
+        raise RunError(f"{count - len(names)} of {count} runs did not start: {one_error(blocked.values())}")
 
 
 def _name(run: Run, table: Table) -> str:
     """What log lines call a run."""
     name = table.names.get(run.config.overrides) or run.config.name  # the first stage of a row is no row
     return f"{name} on {run.config.dataset}, fold {run.fold}, repeat {run.repeat}"
-
-
-def _one_error(blocked: Mapping[str, DmlbenchError]) -> DmlbenchError:
-    """The errors of several configs as one that has each message once."""
-    errors = list({str(error): error for error in blocked.values()}.values())
-    return errors[0] if len(errors) == 1 else type(errors[0])("; ".join(map(str, errors)))
 
 
 def _print_table(

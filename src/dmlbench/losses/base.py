@@ -1,5 +1,6 @@
 """What losses share: a batch's labels on device and host, losses that take no pairs, and counters in checkpoints."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ class BatchLabels:
         return self.on_host if getattr(component, "labels_on_host", False) else self.on_device
 
 
-class WholeBatchLoss(nn.Module):
+class WholeBatchLoss(nn.Module, ABC):
     """A loss that takes no pairs; subclasses implement ``of_batch``."""
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
@@ -39,9 +40,9 @@ class WholeBatchLoss(nn.Module):
             raise ConfigError(f"{type(self).__name__} compares the whole batch and takes no pairs; set miner=null")
         return self.of_batch(embeddings, labels)
 
+    @abstractmethod
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The loss, a scalar."""
-        raise NotImplementedError
 
 
 class Counters(nn.Module):

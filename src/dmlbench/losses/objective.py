@@ -1,8 +1,9 @@
 """The objective of a training step: a loss, its miner, and regularizers."""
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
@@ -48,6 +49,7 @@ class Objective(nn.Module):
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
                 raise ConfigError(f"regularizer: got the name '{name}', expected another one.")
         plain = plain_loss(loss)
+        _check_signature(plain)
         if miner is not None and compares_with_classes(plain):
             raise ConfigError(f"{type(plain).__name__} compares images with vectors of classes; set miner=null")
         looks_pairs_up_in_a_matrix = isinstance(plain, GenericPairLoss) and plain.loss_method == plain.mat_based_loss
@@ -91,6 +93,8 @@ class Objective(nn.Module):
         if isinstance(loss, CrossBatchMemory) and self.training:
             loss.observe(embeddings, labels.on_device, step=step)
         dml = self._with_miner(loss, embeddings, labels)
+        if not isinstance(dml, Tensor) or dml.dim() or dml.requires_grad < embeddings.requires_grad:
+            raise ConfigError(_not_a_loss(type(plain_loss(loss)).__name__, dml))
         if not self.regularizers:
             return {"loss": dml, "dml": dml}
         parts = {"dml": dml}
@@ -124,6 +128,25 @@ class Objective(nn.Module):
                 raise ConfigError(
                     f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set ${{runtime.num_classes}}."
                 )
+
+
+def _check_signature(loss: nn.Module) -> None:
+    signature = inspect.signature(loss.forward)
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        raise ConfigError(
+            f"{type(loss).__name__}.forward: got {signature}, expected (embeddings, labels, indices_tuple=None)."
+        ) from None
+
+
+def _not_a_loss(name: str, value: Any) -> str:
+    """Why nothing can be trained by what a loss returned."""
+    if not isinstance(value, Tensor):
+        return f"{name}: returned {type(value).__name__}, expected a scalar tensor."
+    if value.dim():
+        return f"{name}: returned a tensor of shape {list(value.shape)}, expected a scalar. Return its mean."
+    return f"{name}: returned a value without gradient. Compute it from the embeddings, without detach() and item()."
 
 
 def plain_loss(loss: nn.Module) -> nn.Module:

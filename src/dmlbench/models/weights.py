@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read a ``.safetensors`` file or a PyTorch checkpoint (any other suffix) without executing anything in it.
 
-    Unwraps ``state_dict``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint.
+    Unwraps ``state_dict``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint or of an
+    exported model.
     """
     path = Path(path)
     if not path.is_file():
@@ -39,8 +40,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
-        parts = ((str(key).partition("."), value) for key, value in content["model"].items())
-        content = {name: value for (part, _, name), value in parts if part == "backbone"}
+        content = {key: value for key, value in content["model"].items() if str(key).startswith("backbone.")}
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(
             f"weights file '{path}' holds no named tensors; expected a state_dict or {{'state_dict': ...}}"
@@ -48,7 +48,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     weights = {str(key): value for key, value in content.items()}
     if all(key.startswith("module.") for key in weights):
         weights = {key.removeprefix("module."): value for key, value in weights.items()}
-    return weights
+    backbone = {key.removeprefix("backbone."): value for key, value in weights.items() if key.startswith("backbone.")}
+    return backbone or weights
 
 
 def load_weights(
@@ -63,6 +64,8 @@ def load_weights(
         names: the file's name of every tensor of the module; None: the same.
     """
     weights = read_weights(path)
+    if all(key.startswith(("model.", "layers.")) for key in weights):  # a run's backbone holds the module by this name
+        weights, names = {key.partition(".")[2]: value for key, value in weights.items()}, None
     adapted: dict[str, Tensor] = {}
     for own_key, own in module.state_dict().items():
         key = own_key if names is None else names[own_key]

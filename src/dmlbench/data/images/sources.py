@@ -33,7 +33,8 @@ def read_image(path: str | Path) -> Image.Image:
             image = ImageOps.exif_transpose(file)
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"image '{path}' cannot be read ({error}). Replace the file, or remove it from the data."
+            f"image '{path}' cannot be read ({error}). Replace the file, or remove it from the data; `dmlbench data "
+            "verify` lists all such files."
         ) from error
     try:
         return as_rgb(image)

@@ -146,8 +146,10 @@ def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
 def described(table: ImageTable) -> list[str]:
     """Counts, place and fingerprint of a data set, one line each."""
     per_class = np.bincount(table.labels, minlength=table.num_classes)
+    singles = int((per_class == 1).sum())
     facts = {
         "images per class": f"{per_class.min()} to {per_class.max()}, median {int(np.median(per_class))}",
+        "classes of one image": f"{singles:,}, which have no positives" if singles else "",
         "super-classes": table.super_labels is not None and len(np.unique(table.super_labels)),
         "root": table.root,
         "layout": table.layout,

@@ -35,7 +35,7 @@ class Metric:
         reads: "nearest" (the first places of each ranking), "ranking" (all of it), "clusters" (of k-means) or
             "distances" (between images of the whole set).
         score: from what it reads and K (None without one) to the scores [Q] of the queries, or the score of the set.
-        places: how many first places of a ranking it needs: K, "R" for every query's own, or a number.
+        places: how many first places of a ranking it needs: "K", "R" (number of the query's positives), or a number.
         better: "higher", or None if the metric has no direction.
         percent: whether tables print it times 100.
     """
