@@ -1,8 +1,9 @@
 """Write the parts of docs/ that are made of other files: between ``<!-- table: conf/loss -->`` and ``<!-- end -->``.
 
 ``conf/loss`` stands for the options of that folder, made of the heads of their files; ``keys/fit/short`` for the keys
-of an option, made of the comments beside them; ``metrics``, ``measured`` and ``deviations`` name the other tables. A
-head is the comment on top of an option's file: a description, then lines ``Key: text``, a key for each further column.
+of an option and ``keys/loss`` for those of all options, made of the comments beside them; ``metrics``, ``measured`` and
+``deviations`` name the other tables. A head is the comment on top of an option's file: a description, then lines
+``Key: text``, a key for each further column.
 ``<!-- api: dmlbench.run -->`` stands for the signature and docstring of a function or class. `make docs` runs this; a
 test fails while a part is out of date.
 """
@@ -33,6 +34,8 @@ _KEY = re.compile(r"([A-Z][a-z]+): (.+)")
 _OPTION_SET = re.compile(r"`[^`]*`|(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
 _CODE = re.compile("(`[^`]*`)")
 _KEY_LINE = re.compile(r"( *)([a-z]\w*):(?: +(.+?))??(?: +# *(.+))?")
+_FIXED = re.compile(r"(?:distance|reducer): .*|\w+: \$\{(?:runtime|head)\..*")
+"""Keys that a table leaves out: parts of a loss's definition, and sizes that follow from other groups."""
 
 
 def head(file: Path) -> dict[str, str]:
@@ -90,19 +93,30 @@ def options_table(group: str) -> str:
     return _table([f"`{group}=`", "description", *columns.values()], rows)
 
 
-def keys_table(option: str) -> str:
-    """Markdown of the keys of ``conf/<option>.yaml``, a row each: key, default and the comment beside it.
-
-    Keys of a command's own file without a comment are left out: they set up Hydra.
+def keys_table(name: str) -> str:
+    """Markdown of the keys in ``conf/<name>.yaml``, or in all files of the folder ``conf/<name>``, a row each.
 
     Raises:
         ValueError: a key of an option has no comment.
+    """
+    columns = ["key", "default", "meaning"]
+    if not (folder := ROOT / "conf" / name).is_dir():
+        return _table(columns, _keys(name))
+    names = [file.stem for file in sorted(folder.glob("*.yaml")) if file.stem != "none"]
+    rows = [[f"`{option}`", *row] for option in names for row in _keys(f"{name}/{option}")]
+    return _table([f"`{name}=`", *columns], rows)
+
+
+def _keys(option: str) -> list[list[str]]:
+    """Keys of ``conf/<option>.yaml`` with their default and the comment beside it.
+
+    Keys of a command's own file without a comment are left out: they set up Hydra.
     """
     group = option.rpartition("/")[0]
     parents: list[str] = []
     rows = []
     for line in (ROOT / f"conf/{option}.yaml").read_text(encoding="utf-8").splitlines():
-        if not (found := _KEY_LINE.fullmatch(line)):
+        if not (found := _KEY_LINE.fullmatch(line)) or _FIXED.fullmatch(line):
             continue
         indent, key, default, meaning = found.groups()
         parents = [*parents[: len(indent) // 2], key]
@@ -110,7 +124,7 @@ def keys_table(option: str) -> str:
             rows.append([f"`{'.'.join([*filter(None, [group]), *parents])}`", f"`{default}`", _cell(meaning)])
         elif default and group:
             raise ValueError(f"conf/{option}.yaml: {key} has no comment beside it")
-    return _table(["key", "default", "meaning"], rows)
+    return rows
 
 
 def metrics_table() -> str:
@@ -216,7 +230,8 @@ def _made(kind: str, what: str) -> str:
     if what == "deviations":
         return deviations_tables()
     raise ValueError(
-        f"there is no table '{what}'; name conf/<folder>, keys/<folder>/<option>, metrics, measured or deviations"
+        f"there is no table '{what}'; name conf/<folder>, keys/<folder>, keys/<folder>/<option>, "
+        "metrics, measured or deviations"
     )
 
 

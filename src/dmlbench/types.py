@@ -27,11 +27,11 @@ ROLES = ("train", "test", "query", "gallery")
 
 
 class DmlbenchError(Exception):
-    """An error that a user can fix; the command line prints its message without a traceback."""
+    """Base class of errors that a user can fix. The command line prints only the message, without a traceback."""
 
 
 class ConfigError(DmlbenchError):
-    """The configuration is at fault, before any data is read."""
+    """The configuration is wrong. The error is raised before any data is read."""
 
 
 class DataError(DmlbenchError):
@@ -71,21 +71,24 @@ class Originals:
 
 @dataclass(frozen=True)
 class ImageTable:
-    """One row per image of a data set.
+    """All images of a data set, with their labels. Row i of the table is image i, for i from 0 to N - 1.
 
     Attributes:
-        root: folder that ``paths`` are relative to; empty when ``pixels`` holds the images.
-        paths: [N], unique.
-        labels: [N] class ids in [0, num_classes), in the published order of the classes.
-        role: [N] of ``ROLES``: "test" rows belong to a test half that is searched within itself, "query" and "gallery"
-            rows to one with separate sets.
-        super_labels: [N] ids of the super-classes.
-        pixels: [N, H, W] (grey) or [N, H, W, 3] (RGB) where the whole data set is one array.
-        fingerprint: digest of names, sizes, labels and roles, the same wherever the data lie.
-        layout: which of several known layouts was found on disk.
-        notes: how the data differ from the published ones, as far as counts and a sample of the images tell; printed
-            with every result.
-        published_queries: queries of the published test half.
+        name: name of the data set.
+        root: the folder that ``paths`` are relative to. Empty if ``pixels`` holds the images.
+        paths: path of each image [N], unique.
+        labels: class id of each image [N], in [0, num_classes). Ids follow the published order of the classes.
+        class_names: name of each class, by class id.
+        role: role of each image [N]: "train", "test", "query" or "gallery". Test images search among themselves. Query
+            images search among the gallery images.
+        super_labels: id of the super-class of each image [N], if the data set has super-classes.
+        pixels: all images in one array, [N, H, W] (grey) or [N, H, W, 3] (RGB), for data sets that are held in memory.
+        fingerprint: digest of names, sizes, labels and roles. It does not depend on the folder of the data.
+        layout: the folder layout that was found on disk, for data sets with several known layouts.
+        originals: known properties of the published images, such as their size; they reveal changed images.
+        notes: differences between these data and the published ones, printed with every result. They are detected from
+            counts and a sample of the images.
+        published_queries: number of queries in the published test half, if known.
     """
 
     name: str
@@ -112,10 +115,11 @@ class ImageTable:
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Rows of an ``ImageTable`` to search.
+    """The query and gallery images of a search, as row numbers of an ``ImageTable``.
 
     Attributes:
-        gallery: None: the queries search among themselves, each excluded by its row id.
+        query: row numbers of the queries.
+        gallery: row numbers of the gallery. None: each query is searched among the other queries.
     """
 
     query: IntArray
@@ -123,22 +127,24 @@ class RetrievalSet:
 
     @property
     def rows(self) -> IntArray:
-        """Every row that has to be embedded, queries first."""
+        """Row numbers of all images that must be embedded: the queries, then the gallery."""
         return self.query if self.gallery is None else np.concatenate([self.query, self.gallery])
 
 
 @dataclass(frozen=True)
 class Split:
-    """What one run trains on, selects on and is tested on.
+    """The training, validation and test images of a run.
 
     Attributes:
-        name: protocol and coordinates, for messages.
-        fold: 0 where the protocol has none.
-        val: what early stopping and selection look at; None where the length of the training is given.
-        test: None where the protocol must not look at the test half (``hpo``).
-        val_is_test: whether the selection looks at the test half; printed with every number.
-        facts: properties of the split by name, such as the distance between its halves. ``result.json`` stores them,
-            ``dmlbench table facts=[...]`` shows them.
+        name: data set, protocol and fold, for messages.
+        fold: number of the fold; 0 if the protocol has no folds.
+        train: row numbers of the training images in the ``ImageTable``.
+        val: the validation images, for early stopping and for the selection of weights. None if the protocol fixes the
+            number of steps and selects nothing.
+        test: the test images. None if the protocol must not use the test half (``hpo``).
+        val_is_test: whether the protocol selects weights on the test half; every table then says so.
+        facts: properties of the split by name, such as the distance between training and test classes. ``result.json``
+            stores them, and ``dmlbench table facts=[...]`` shows them.
     """
 
     name: str
@@ -162,14 +168,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says of a batch.
+    """Output of a model for a batch: embeddings, and further tensors that regularizers may read (side outputs).
+
+    The side output "weights" [B, H, W] holds the pooling weight of each location. "histogram" [B, m] holds the share of
+    each of m prototypes in an image; its rows sum to 1. "reconstruction" [B, D] is the sum of the prototypes weighted
+    by the histogram. Both are absent until the prototypes are initialized. "pooled" [B, D] is the vector that the
+    reconstruction should match. During training, "features" and "features_max" [B, C] are the average and the maximum
+    over the map that is pooled. "keys" [B, D] are embeddings of a second view of each image by a momentum encoder
+    (EMA). The training loop adds them if a regularizer requires them.
 
     Attributes:
-        embedding: [B, D], not normalized.
-        side: outputs that regularizers may require: "histogram" [B, m] (rows sum to 1) and "reconstruction" [B, D]
-            (from histogram and prototypes), both absent until the prototypes have started; "pooled" [B, D]; "weights"
-            [B, H, W]; in training "features" and "features_max" [B, C], average and maximum of what is pooled. The
-            training loop adds "keys" [B, D], embeddings of second views by the momentum encoder.
+        embedding: embeddings [B, D], not normalized.
+        side: dictionary from the name of a side output to its tensor.
     """
 
     embedding: Tensor
@@ -178,7 +188,13 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class EmbeddingSet:
-    """Rows of numbers that stand for images: rows [N, D] float32, labels [N], ids [N] (table rows, unique)."""
+    """Embeddings of N images with their labels.
+
+    Attributes:
+        rows: one embedding per image [N, D], float32.
+        labels: class of each image [N].
+        ids: row number of each image in the ``ImageTable`` [N], unique.
+    """
 
     rows: Tensor
     labels: Tensor

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from fenced_blocks import blocks
 from omegaconf import OmegaConf
 from PIL import Image
@@ -305,6 +306,42 @@ def test_tables_and_api_of_the_pages_are_as_make_docs_writes_them(repository, ta
         assert (
             len(re.findall("<!-- (table|api):", text)) == text.count("<!-- end -->") == len(tables.MARKED.findall(text))
         ), page.name
+
+
+LEFT_OUT = {"_target_", "distance", "reducer"}
+
+
+def _keys(node: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in node.items():
+        if key in LEFT_OUT or key == "defaults" or re.match(r"\$\{(runtime|head)\.", str(value)):
+            continue
+        if isinstance(value, dict) and "_target_" in value:
+            yield from _keys(value, f"{prefix}{key}.")
+        elif key != "_partial_":
+            yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("group", ["loss", "pooling"])
+def test_the_table_of_a_folder_has_all_keys_of_all_its_options(repository, tables, group) -> None:
+    expected = []
+    for file in sorted((repository / "conf" / group).glob("*.yaml")):
+        if file.stem != "none":
+            node = yaml.safe_load(file.read_text(encoding="utf-8"))
+            expected += [(f"`{file.stem}`", f"`{key}`") for key in _keys(node, f"{group}.")]
+    header, _, *rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in tables.keys_table(group).splitlines()]
+    assert header == [f"`{group}=`", "key", "default", "meaning"]
+    assert [(option, key) for option, key, _, _ in rows] == expected
+
+
+def test_a_key_without_a_meaning_is_an_error_but_for_fixed_ones(tables, tmp_path, monkeypatch) -> None:
+    (tmp_path / "conf/loss").mkdir(parents=True)
+    file = tmp_path / "conf/loss/mine.yaml"
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    file.write_text("distance: {p: 2}\nnum_classes: ${runtime.num_classes}\nmargin: 0.2  # gap of distances\n")
+    assert tables.keys_table("loss").splitlines()[2:] == ["| `mine` | `loss.margin` | `0.2` | gap of distances |"]
+    file.write_text("margin: 0.2\n")
+    with pytest.raises(ValueError, match=r"conf/loss/mine\.yaml: margin has no comment"):
+        tables.keys_table("loss")
 
 
 @pytest.mark.slow

@@ -287,7 +287,7 @@ def comparison_table(found: Sequence[PairedConfigs]) -> Table:
         score, pairs = score_named(metric), [one.differences[metric] for one in found]
         corrected = iter(holm([pair.p_value for pair in pairs if pair.p_value is not None]))
         for label, one, pair, own in zip(others, found, pairs, settings[1:], strict=True):
-            low, high = pair.interval or (None, None)
+            low, high = (score.scale * bound for bound in pair.interval) if pair.interval else (None, None)
             p_value = None if pair.p_value is None else next(corrected)
             numbers = [f"{score.scale * pair.first:.2f}", f"{score.scale * pair.second:.2f}"]
             bounds = [f"{score.scale * bound:+z.2f}" for bound in pair.interval or ()]
@@ -297,8 +297,9 @@ def comparison_table(found: Sequence[PairedConfigs]) -> Table:
             index.append(label)
             rows.append([*numbers, difference, interval, None if p_value is None else f"{p_value:.2g}"])
             lines.append({
-                "A": first, "B": label, "config": one.second.name, "metric": metric, "A mean": pair.first,
-                "B mean": pair.second, "difference": pair.difference, "low": low, "high": high,
+                "A": first, "B": label, "config": one.second.name, "metric": metric,
+                "A mean": score.scale * pair.first, "B mean": score.scale * pair.second,
+                "difference": score.scale * pair.difference, "low": low, "high": high,
                 "p_value": pair.p_value, "p_holm": p_value, "pairs": pair.n_pairs, "over": pair.over,
                 "settings": "; ".join(f"{key}={value}" for key, value in own.items()),
             })  # fmt: skip
@@ -399,7 +400,7 @@ def compare_configs(
 def _runs_of_config(output_dir: str, pattern: str, among: str, allow_partial: bool) -> list[RunInfo]:
     requested = store.runs_by_config(store.find_runs(output_dir, among))
     configs = [path for path in store.runs_by_config(store.find_runs(output_dir, pattern)) if path in requested]
-    rows = {} if configs else _rows(store.without_trials(requested, among), allow_partial)
+    rows = {} if configs else _rows(store.without_trials(requested, among, warn=False), allow_partial)
     configs = configs or rows.get(pattern, [])
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"

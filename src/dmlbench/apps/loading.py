@@ -213,19 +213,19 @@ class _ModelConfig(Schema, extra="allow"):
 
 @dataclass(frozen=True, repr=False)
 class TrainedModel:
-    """A network with the weights of a run's best step and the preprocessing that the run was evaluated with.
+    """The trained network of a run, with its selected weights, and the preprocessing of its test images.
 
     ``print(model)`` shows the network, its training data and its scores.
 
     Attributes:
-        name: the run or folder that it was loaded from.
-        network: on ``device``, in evaluation mode: uint8 RGB images [B, 3, H, W] to a ``ModelOutput``; normalization is
-            part of it.
-        transform: what makes an image ready for it.
-        image_size: height and width of what ``transform`` returns.
-        device: where it computes.
-        config: of the run.
-        result: of the run, as ``result.json`` has it: scores, protocol, fingerprint of the data.
+        name: the run directory or exported folder that the model was loaded from.
+        network: the PyTorch module on ``device``, in evaluation mode. It maps uint8 RGB images [B, 3, H, W] to a
+            ``ModelOutput`` and normalizes the pixel values itself.
+        transform: the preprocessing that resizes and crops an image for the network.
+        image_size: height and width of the images that ``transform`` returns.
+        device: the device that the network runs on.
+        config: the configuration of the run.
+        result: the contents of the run's ``result.json``, such as scores, protocol and fingerprint of the data.
     """
 
     name: str
@@ -268,7 +268,7 @@ class TrainedModel:
 
     @property
     def has_own_distance(self) -> bool:
-        """Whether rows are compared otherwise than as unit vectors, as by AVSL and hyperbolic heads."""
+        """Whether the model has a distance other than that of unit vectors, as AVSL and hyperbolic heads have."""
         return not ranks_like_unit_vectors(self.network.distance)
 
     def embed(
@@ -280,25 +280,26 @@ class TrainedModel:
         batch_size: int = 128,
         num_workers: int = 0,
     ) -> Tensor:
-        """Embeddings [N, D] float32 on the CPU of images prepared as the run's test images were.
+        """Embed images with the preprocessing of the run's test images; returns [N, D], float32 on the CPU.
 
-        Images may differ in size and mode. They are turned as EXIF says and converted to 8-bit RGB: grey becomes three
-        equal channels, transparency is dropped. Then the run's evaluation transform resizes and crops them. A run on
-        small images of one size has no such transform: other sizes are resized to cover it and center-cropped.
+        Images may differ in size and mode. Each image is rotated by its EXIF tag and converted to 8-bit RGB: a grey
+        image gets three equal channels, transparency is dropped. Then the run's evaluation transform resizes and crops
+        the image. Runs on small images of one size have no such transform. For them, images of other sizes are resized
+        until they cover that size, and center-cropped.
 
         Args:
             images: one image or many. An image is a path, a Pillow image of any mode, an array [H, W] or [H, W, C], or
                 a tensor [H, W] or [C, H, W], of uint8 with C = 1 (grey), 3 (RGB) or 4 (RGBA). Stacks are arrays
                 [N, H, W] or [N, H, W, C], and tensors [N, C, H, W].
-            normalize: return rows of unit length. By default (False) rows are what the network returns;
-                ``distance`` normalizes them.
-            progress: show a bar.
-            batch_size: images at once; another number moves embeddings by about 1e-6.
-            num_workers: processes that read images ahead.
+            normalize: whether to L2-normalize the embeddings. By default (False) they are the network's output, which
+                ``distance`` normalizes itself.
+            progress: whether to show a progress bar.
+            batch_size: number of images per forward pass. Another batch size changes embeddings by about 1e-6.
+            num_workers: number of processes that read images in the background.
 
         Raises:
-            ConfigError: ``normalize`` with a model whose distance is not that of unit vectors.
-            DataError: an image cannot be read, or is none.
+            ConfigError: ``normalize`` is True, but the model's distance is not that of unit vectors.
+            DataError: an input cannot be read as an image.
             ValueError: the network is in training mode.
         """
         if self.network.training:
@@ -323,10 +324,11 @@ class TrainedModel:
 
     @torch.no_grad()
     def distance(self, a: Any, b: Any) -> Tensor:
-        """Distances [M, N], float32 on the CPU, by what the model was trained and evaluated by.
+        """Compute all distances between two sets of embeddings; returns [M, N], float32 on the CPU.
 
-        That is the Euclidean distance of unit vectors, in [0, 2], or one of the head's own (AVSL). Rows of ``embed``
-        are [M, D] and [N, D]; a single row [D] counts as one.
+        ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The distance is
+        the one that the model was trained and evaluated with: the Euclidean distance of the normalized embeddings, in
+        [0, 2], or the distance of the head, as for AVSL.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
@@ -347,19 +349,22 @@ def load(
 ) -> TrainedModel:
     """Load the model of a run directory or of an exported folder; no data set is needed.
 
-    Code is imported from Python's own path and from beside ``config_dir``, never from a folder that the run names.
+    Python code is imported only from Python's own search path and from the folder that holds ``config_dir``. Folders
+    that the configuration of the run names are never searched for code.
 
     Args:
-        path: the run directory, or the folder of ``dmlbench export``.
-        device: ``auto``, ``cpu`` or ``cuda[:N]``.
-        modules: your own packages whose classes an exported folder may use, besides dmlbench's. Run directories are
-            not restricted.
-        config_dir: folder of options that the run was trained with (``--config-dir``); modules beside it can be
-            imported from now on.
+        path: the run directory, or the folder that ``dmlbench export`` wrote.
+        device: the device of the network: ``auto``, ``cpu`` or ``cuda[:N]``.
+        modules: names of your own packages whose classes an exported folder may use; classes of dmlbench are always
+            allowed. A run directory may use any class.
+        config_dir: the folder of options that the run was trained with, like ``--config-dir`` of the command. After the
+            call, Python can also import modules that are beside this folder.
 
     Raises:
-        RunError: it is neither, it is incomplete or damaged, or it was made by an incompatible version.
-        ConfigError: an unknown device, a module that is not found, or a class of somebody else.
+        RunError: ``path`` is neither a run directory nor an exported folder, the run is incomplete or damaged, or an
+            incompatible version of dmlbench made it.
+        ConfigError: the device is unknown, a module is not found, or an exported folder uses a class of a package that
+            ``modules`` does not name.
     """
     folder = Path(path).expanduser()
     add_module_folder(config_dir)

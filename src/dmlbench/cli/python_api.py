@@ -31,19 +31,20 @@ log = logging.getLogger(__name__)
 
 
 def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None) -> Path:
-    """Train and test one config at one fold and repeat, as ``dmlbench train`` does; returns the run directory.
+    """Train and test one config at one fold and repeat, as ``dmlbench train`` does, and return the run directory.
 
-    Complete runs are skipped, interrupted ones resume.
+    If the run is already complete, nothing is trained. An interrupted run resumes from its last checkpoint.
 
     Args:
-        overrides: of ``dmlbench train``, such as ``"pooling=gsp"``, ``"fit.max_steps=100"``, ``"device=cpu"``,
-            ``"paths.output_dir=results"``.
-        config_dir: folder of your own options, as ``--config-dir``; modules beside it can be imported from now on.
-        progress: show the progress bars and log lines of the command. None: in a terminal or notebook.
-            Logging that you configured is left alone.
+        overrides: configuration values, written as on the command line of ``dmlbench train``: ``"pooling=gsp"``,
+            ``"fit.max_steps=100"``, ``"device=cpu"``, ``"paths.output_dir=results"``.
+        config_dir: the folder with your own YAML options, like ``--config-dir`` of the command. After the call, Python
+            can also import modules that are beside this folder.
+        progress: whether to show progress bars and log lines. None shows them in a terminal or notebook only. The
+            function never changes logging that you configured.
 
     Raises:
-        DmlbenchError: what you can fix: a misspelt key, a module that is not found, unreadable data.
+        DmlbenchError: an error that you can fix, such as a misspelt key, a module that is not found or unreadable data.
     """
     from dmlbench.runner import run as run_config
 
@@ -81,19 +82,23 @@ def evaluate(
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Evaluation:
-    """Exact scores of a run, of a file of embeddings, or of rows in memory, searched among themselves.
+    """Compute retrieval scores by exact search: of a run, of a file of embeddings, or of embeddings in memory.
+
+    Embeddings in memory have no separate gallery: each image is a query, and all other images are its gallery.
 
     Args:
-        source: a run directory, a file of ``dmlbench evaluate``, or rows [N, D].
-        labels: of rows [N]; of a file without labels another file.
-        model: of a file whose rows have their own distance, the run or exported folder that made it.
-        metrics: names of ``dmlbench.evaluation.metrics.registry``.
-        recall_at: values of K for metrics with a K, such as R@K.
-        config_dir: folder of options that the run was trained with, as ``--config-dir``; its modules can be imported
-            from now on.
+        source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [N, D], one row per image.
+        labels: classes [N] of the embeddings in ``source``. If ``source`` is a file without labels, the file that holds
+            them. Not needed otherwise.
+        model: the run directory or exported folder whose model made the embeddings. Only needed if ``source`` is a file
+            whose embeddings are compared by the model's own distance, as with AVSL.
+        metrics: names of metrics, as in the table of ``docs/evaluation.md``.
+        recall_at: the values of K for every metric whose name ends in ``_at_k``, such as ``recall_at_k``.
+        config_dir: the folder of options that the run was trained with, like ``--config-dir`` of the command. After the
+            call, Python can also import modules that are beside this folder.
 
     Returns:
-        ``.scores`` are fractions by name, ``.per_query`` has the scores of every query.
+        An ``Evaluation``: ``scores`` holds each score as a fraction, ``per_query`` the scores of each query.
     """
     add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):
@@ -130,23 +135,26 @@ def table(
     allow_partial: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> pd.DataFrame:
-    """Configs side by side, as ``dmlbench aggregate`` and ``dmlbench table`` make them: a row a config.
+    """Aggregate finished runs and return a table with one row per config, like ``dmlbench table``.
 
     Args:
-        configs: pattern of ``<data set>/<protocol>/<config>``.
-        compare: patterns of two or more configs: return the differences from the first, as ``compare=`` does.
-        output_dir: folder of the runs; None: ``DMLBENCH_OUTPUT``, else ``outputs``, as for ``run``.
-        metrics: scores to show; what the runs lack is computed and kept.
-        recall_at: values of K for metrics with a K, such as R@K.
-        allow_partial: also configs of which runs are missing.
-        config_dir: folder of options that the runs were trained with, as ``--config-dir``; its modules can be imported
-            from now on.
+        configs: shell pattern that selects configs by their folder ``<data set>/<protocol>/<config>``.
+        compare: patterns of two or more configs. The function then returns the differences of all others from the
+            first, like ``dmlbench table compare=``.
+        output_dir: the folder of the runs. None: the environment variable ``DMLBENCH_OUTPUT`` if set, else ``outputs``.
+        metrics: names of the scores to show. A score that a run does not have yet is computed from its stored
+            embeddings and saved.
+        recall_at: the values of K for every metric whose name ends in ``_at_k``, such as ``recall_at_k``.
+        allow_partial: whether to include configs that lack runs of the protocol.
+        config_dir: the folder of options that the runs were trained with, like ``--config-dir`` of the command. After
+            the call, Python can also import modules that are beside this folder.
 
     Returns:
-        Columns ``dataset``, ``protocol``, ``row``, mean and deviation of each score in percent, and ``notes``, which
-        say what the scores are not: partial, selected on the test set, imported. With ``compare``: a row a config and
-        metric, with both means and their ``difference`` as fractions, its 95 % interval (``low``, ``high``),
-        ``p_value`` and ``p_holm``, which Holm's method corrects.
+        Columns ``dataset``, ``protocol`` and ``row`` (label of the config), the mean and standard deviation of each
+        score in percent, and ``notes``. The notes are caveats: runs are missing, weights were selected on the test set,
+        or embeddings were imported. With ``compare``, the table has one row per config and metric instead: both means
+        and their ``difference`` in percent, the 95 % interval of the difference (``low``, ``high``), its ``p_value``,
+        and ``p_holm``, the p-value after Holm's correction.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))

@@ -18,12 +18,15 @@ _MOST = 1000
 
 
 class Protocol:
-    """Base class of protocols; each is a frozen dataclass that implements ``_split``.
+    """Base class of protocols. Each protocol is a frozen dataclass that implements ``_split``.
 
     Attributes:
-        num_repeats: independent runs of each fold.
-        aggregation: the rule that aggregates the runs: a key of ``results.rules.RULES``, or the importable name of one.
-        leaves_plan: whether a run leaves its length and learning rates as the plan of another.
+        num_folds: number of splits into classes for training, validation and test.
+        num_repeats: number of independent runs of each fold; they differ in the seed.
+        aggregation: name of the rule that turns runs into the score of a config: a key of ``results.rules.RULES``, or
+            the importable name of your own ``AggregationRule``.
+        leaves_plan: whether a run saves its number of steps and its learning-rate drops as a plan for a later run, as
+            stage 1 of ``two_stage`` does for stage 2.
     """
 
     name: ClassVar[str]
@@ -52,11 +55,17 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments that turn this protocol into that of the run whose plan its runs follow, if any."""
+        """Arguments of the protocol whose runs must come first, because runs of this protocol follow their plan.
+
+        Example: ``{"stage": 1}`` for stage 2 of ``two_stage``. None if runs follow no plan.
+        """
         return None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
-        """The rows of one fold, checked by ``check_split``."""
+        """Return the training, validation and test images of one fold.
+
+        Empty sets, sets that share a class, and sets in which no query has a positive raise an error.
+        """
         self.check_fold(fold)
         return check_split(self._split(table, fold), table)
 

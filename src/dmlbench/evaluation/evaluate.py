@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,21 +30,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores as fractions in [0, 1] (ami may fall below 0; class distances lie in [0, 2]).
+    """Result of an evaluation. Scores are fractions in [0, 1]; ami may be negative, and class distances are in [0, 2].
 
     Attributes:
-        scores: mean over the queries that have a positive, by name; then the scores of the whole set.
-        per_query: [Q] by name; NaN for a query without a positive.
-        n_gallery: number of gallery items searched (the queries, if no gallery was given).
-        n_skipped_queries: queries without a positive, left out of the means.
-        kmeans: library, settings and seed of the clusters of nmi and ami, or None.
-        search: "exact", or "shortlist@N" where only N items of each query were ranked.
+        scores: dictionary from the name of a score to its value. A ranking score is the mean over all queries that have
+            a positive. Scores such as nmi have one value for the whole set.
+        per_query: dictionary from the name of a ranking score to its values for all queries [Q]. The value is NaN for a
+            query without a positive.
+        n_query: number of queries.
+        n_gallery: number of gallery items; equal to ``n_query`` if no gallery was given.
+        n_skipped_queries: number of queries without a positive. The means leave them out.
+        kmeans: description of the k-means clustering behind nmi and ami: library, settings and seed. None if no score
+            needs clusters.
+        search: "exact" if the whole gallery was ranked; "shortlist@N" if only N gallery items per query were ranked.
         p_at_1_by_chance: mean and standard deviation of P@1 over random rankings.
-        degenerate: signs of collapsed embeddings, a phrase each (see ``degeneracies``).
+        degenerate: warnings about collapsed embeddings, such as zero vectors or identical embeddings; one phrase each.
     """
 
     scores: dict[str, float]
-    per_query: dict[str, NDArray[np.float64]]
+    per_query: dict[str, NDArray[np.float64]] = field(repr=False)
     n_query: int
     n_gallery: int
     n_skipped_queries: int
@@ -123,16 +127,18 @@ def evaluate_arrays(
     gallery_ids: Array | None = None,
     spec: EvaluationSpec | None = None,
 ) -> Evaluation:
-    """Scores of embeddings as arrays or tensors, by cosine similarity (the rows are normalized).
+    """Compute retrieval scores of embeddings in memory by cosine similarity; the embeddings need not be normalized.
 
     Args:
-        rows: queries [Q, D], floating point; a tensor on a GPU is searched there.
-        labels: class of each query [Q], whole numbers or text.
-        ids: distinct whole numbers [Q]; a query never finds the gallery item with its own id. Row numbers by default.
-        gallery_rows: [N, D] to search; None searches the queries among themselves.
-        gallery_labels: [N].
-        gallery_ids: [N]; needed where the gallery holds queries. By default it holds none.
-        spec: None is ``EvaluationSpec()``.
+        rows: embeddings of the queries [Q, D], floating point. A tensor on a GPU is searched on that GPU.
+        labels: class of each query [Q], as whole numbers or text.
+        ids: a distinct whole number for each query [Q]. The search skips the gallery item that has the id of the query.
+            By default, ids are row numbers.
+        gallery_rows: embeddings of the gallery [N, D]. None: each query is searched among the other queries.
+        gallery_labels: class of each gallery item [N].
+        gallery_ids: id of each gallery item [N]. Give ids if the gallery contains queries. Without ids, no gallery item
+            is skipped.
+        spec: metrics and search settings; None means ``EvaluationSpec()``.
     """
     gallery = None
     if gallery_rows is not None and gallery_labels is not None:

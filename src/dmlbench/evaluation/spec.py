@@ -18,16 +18,21 @@ _SHORTLIST = "shortlist@"
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """How to evaluate. ``back_end``, ``tile_bytes`` and ``device`` do not change the scores of a ranking.
+    """Settings of an evaluation. ``back_end``, ``tile_bytes`` and ``device`` do not change any ranking score.
 
     Attributes:
-        recall_at: values of K for R@K, increasing.
-        back_end: float32 pass of the search. "faiss" with rows on a GPU also runs k-means there.
-        tile_bytes: bound of the memory beyond the embeddings.
-        metrics: names of ``dmlbench.evaluation.metrics.registry``; "recall_at_k" is for every K.
-        kmeans_seed: seed of the clusters of nmi and ami; the other ``kmeans_`` arguments set k-means.
-        device: where products run ("auto": a GPU if available); None: the device of the rows.
-        shortlist: N: rank only the N items nearest by the distance's cheap rows (see ``search.rerank``); None: all.
+        recall_at: the values of K for every metric whose name ends in ``_at_k``, in increasing order.
+        back_end: the library that computes the float32 similarities. With "faiss" and embeddings on a GPU, k-means also
+            runs on the GPU.
+        tile_bytes: limit of the memory that the search may use in addition to the embeddings, in bytes.
+        metrics: names of metrics, as in the table of ``docs/evaluation.md``. The name "recall_at_k" requests R@K for
+            every K in ``recall_at``; a number, as in "recall_at_10", requests one K.
+        kmeans_seed: random seed of the k-means clustering that nmi and ami need. The other ``kmeans_`` attributes are
+            further settings of this clustering.
+        device: the device that computes similarities; "auto" takes a GPU if available. None: the device of the
+            embeddings.
+        shortlist: None ranks the whole gallery. A number N ranks only N gallery items per query, preselected by a
+            cheaper distance. Only models whose distance offers such a preselection, as AVSL's does, allow a number.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
@@ -60,7 +65,7 @@ class EvaluationSpec:
             )
 
     def device_for(self, rows: Tensor) -> torch.device:
-        """The device on which ``rows`` are searched."""
+        """Return the device that searches the embeddings ``rows``."""
         device = rows.device if self.device is None else select_device(self.device)
         if device.type == "cuda" and device.index is None:  # tensors name theirs, and cuda is not equal to cuda:0
             return torch.device("cuda", torch.cuda.current_device())
@@ -68,12 +73,12 @@ class EvaluationSpec:
 
     @property
     def search(self) -> str:
-        """How the ranking is found, for results."""
+        """Description of the search that is stored with results: "exact", or "shortlist@N"."""
         return "exact" if self.shortlist is None else f"{_SHORTLIST}{self.shortlist}"
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """The requested scores in the order of the metrics table."""
+        """The requested scores: one per metric and K, in the order of the metrics table."""
         return scores_of(self.metrics, self.recall_at)
 
     @property
@@ -84,7 +89,7 @@ class EvaluationSpec:
 
     @property
     def kmeans(self) -> str:
-        """How the clusters of nmi and ami are found, for results."""
+        """Description of the k-means clustering behind nmi and ami that is stored with results."""
         return str(self.kmeans_settings)
 
     def replaced(self, **changes: Any) -> "EvaluationSpec":

@@ -12,15 +12,16 @@ DmlLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Regularizer(nn.Module):
-    """A scalar of a batch's embeddings and side outputs; subclasses implement ``forward``.
+    """Base class of regularizers: terms that are added to the loss. Subclasses implement ``forward``.
 
     Attributes:
-        requires: side outputs that ``forward`` reads; a pooling that provides none of them is rejected when the run is
-            built.
-        weight: lambda, the share of the regularizer in the objective.
-        num_classes: how many classes it has parameters for; None for any number.
-        of_head: values that the head must share.
-        key_momentum: of the momentum encoder, for a regularizer that requires "keys"; else None.
+        requires: names of the side outputs that ``forward`` reads. A run whose pooling does not provide them raises an
+            error before it trains.
+        weight: weight (lambda) of the regularizer in the objective.
+        num_classes: number of classes if the regularizer has parameters per class; else None.
+        of_head: settings that the head must have too, by name and with equal values, such as a curvature.
+        key_momentum: decay of the momentum encoder (EMA) that makes the side output "keys"; None if the regularizer
+            does not need "keys".
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
@@ -37,10 +38,13 @@ class Regularizer(nn.Module):
         return {}
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
-        """
+        """Compute the value of the regularizer for a training batch, a scalar.
+
         Args:
-            output: embeddings [B, D] in float32 and side outputs, which include every required one.
-            labels: [B] classes; on the host for a class that declares ``labels_on_host = True``, else on the device.
-            dml_loss: the configured loss, for regularizers that apply it to their own embeddings.
+            output: embeddings [B, D] in float32, and side outputs that include all names in ``requires``.
+            labels: class of each image [B]. The tensor is on the CPU if the regularizer's class sets
+                ``labels_on_host = True``, else on the device.
+            dml_loss: the configured loss, a function of embeddings and labels. Some regularizers apply it to embeddings
+                that they compute themselves.
         """
         raise NotImplementedError

@@ -210,15 +210,20 @@ class PooledModel(MetricModel):
 
 
 class LevelsHead(Head):
-    """A head of several maps: subclasses implement ``forward`` and ``embedding_size``."""
+    """Base class of heads that read the maps of several backbone stages (levels), as AVSL does.
+
+    Subclasses implement ``forward`` and ``embedding_size``.
+    """
 
     def forward(self, maps: Sequence[Tensor], pooling: Pooling | None) -> ModelOutput:
-        """
+        """Compute embeddings from the maps of all levels.
+
         Args:
-            maps: [B, C_l, H_l, W_l] of every level, low to high.
+            maps: one map [B, C_l, H_l, W_l] per level l, from the lowest level to the top level (the last map).
+            pooling: the configured pooling; None for ``pooling=null``.
 
         Returns:
-            Embeddings [B, D]; side outputs of the top level.
+            The embeddings [B, D] and the side outputs of the top level.
         """
         raise NotImplementedError
 

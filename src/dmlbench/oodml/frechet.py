@@ -64,17 +64,20 @@ def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False)
 
 
 def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
-    """Squared Fréchet distance between Gaussians with the mean and unbiased covariance of two sets of features.
+    """Compute the squared Fréchet distance between two sets of features, as used for FID.
+
+    Each set is described by a Gaussian with the mean and the unbiased covariance of the set.
 
     Args:
-        a: [n, d] features of images, or class means; n >= 2.
-        b: [m, d], likewise.
-        variant: "exact_eig" by singular values of the covariances' factors; "oodml" adds 1e-8 to the diagonals under
-            the root, as the study's public code does (equal sets are slightly below 0); "pytorch_fid" takes scipy's
-            matrix root of the product, with 1e-6 on the diagonals where that fails.
+        a: the first set: features of images, or class means of features, [n, d] with n >= 2.
+        b: the second set, [m, d] with m >= 2.
+        variant: how to compute the matrix root. "exact_eig" uses singular values of factors of the covariances.
+            "oodml" does the same, but adds 1e-8 to the diagonals under the root, as ooDML's public code does; the
+            distance of two equal sets is then slightly below 0. "pytorch_fid" uses scipy's matrix root of the product
+            of the covariances, and adds 1e-6 to their diagonals if that root is not finite.
 
     Raises:
-        DataError: shapes that do not fit, fewer than two rows, or a number that is not finite.
+        DataError: the sets have different d, one has fewer than two rows, or a number is not finite.
 
     Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium",
         NeurIPS 2017; T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric

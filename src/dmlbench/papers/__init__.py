@@ -34,14 +34,15 @@ from dmlbench.types import DataError, closest
 
 @dataclass(frozen=True)
 class PaperTable:
-    """Description of a paper's table.
+    """Description of a table or figure of a paper.
 
     Attributes:
-        name: such as "gsp/table2".
-        about: what it compares.
-        place: the section that it belongs to.
-        unit: "percent", "ms", or "FID".
-        numbers: what its means and standard deviations are over, as far as the paper says.
+        name: name of the table, such as "gsp/table2".
+        about: what the table compares.
+        place: the section of the paper that the table belongs to, or where its numbers were found.
+        unit: unit of its scores: "percent", "ms", or "FID".
+        numbers: which runs the paper took means and standard deviations over, as far as the paper says.
+        note: doubtful or missing numbers, and other remarks; may be empty.
     """
 
     name: str
@@ -54,20 +55,28 @@ class PaperTable:
 
 @dataclass(frozen=True)
 class PaperScore:
-    """One score of a table: no two have the same row, column (setting to kind) and metric.
+    """One score of a paper's table.
 
-    Strings are empty where the paper says nothing. ``dataset``, ``backbone`` and ``protocol`` are named as in
-    configurations (protocol "oodml": the splits of that paper), ``metric`` as in tables of results.
+    Its position in the table is given by the row, the metric and the column. The attributes ``setting``, ``dataset``,
+    ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together identify the column. A string is empty if the
+    paper does not state the value.
 
     Attributes:
-        row: the paper's label of the row with its citation, and with that of its group ("C2+" and "GSP" are "C2+GSP").
-        setting: what else the column stands for.
-        embedding_size: of the ranked embedding; of a concatenation, of all models together.
-        kind: "separated" or "concatenated" models of the folds.
-        mean: the printed digits in the table's unit.
-        std: likewise; None if the paper prints none.
-        origin: "own" (the authors ran it), "quoted" (from another paper) or "unknown".
-        note: slips, doubts, and what is missing.
+        row: the paper's label of the row, with its citation. The label of a group of rows comes first: row "GSP" of
+            group "C2+" is "C2+GSP".
+        setting: what distinguishes the column, besides the other attributes.
+        dataset: name of the data set, as in ``dataset=``.
+        backbone: name of the backbone, as in ``backbone=``.
+        embedding_size: number of dimensions of the ranked embedding. For concatenated embeddings it counts the
+            dimensions of all models together.
+        protocol: name of the protocol, as in ``protocol=``. "oodml" means the splits of the ooDML paper.
+        kind: "separated" (mean of the scores of the models of all folds) or "concatenated" (score of their concatenated
+            embeddings).
+        metric: name of the metric, as in tables of results.
+        mean: the digits as the paper prints them, in the unit of the table.
+        std: the printed standard deviation; None if the paper prints none.
+        origin: who ran it: "own" (the authors of the paper), "quoted" (copied from another paper) or "unknown".
+        note: misprints and doubts about the score, and missing information.
     """
 
     row: str
@@ -85,11 +94,12 @@ class PaperScore:
 
 
 def tables() -> tuple[str, ...]:
-    """Names of all tables, paper by paper: "gsp/table1", "gsp/table2", ..."""
+    """Return the names of all tables, grouped by paper: "gsp/table1", "gsp/table2", ..."""
     return tuple(_index())
 
 
 def describe_table(name: str) -> PaperTable:
+    """Return the description of the table ``name``, such as "gsp/table2"."""
     if name not in _index():
         raise DataError(f"no table of a paper is called '{name}'; {closest(name, tables())}")
     return _index()[name]
@@ -97,7 +107,7 @@ def describe_table(name: str) -> PaperTable:
 
 @cache
 def load_table(name: str) -> tuple[PaperScore, ...]:
-    """The scores of one table, in the order of the paper."""
+    """Return the scores of the table ``name``, in the order of the paper."""
     describe_table(name)
     return tuple(_score(line) for line in _lines(_folder().joinpath(f"{name}.csv")))
 

@@ -48,22 +48,29 @@ def collections(
     distances: ModelDistances | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
-    """Score every collection of one repeat per fold.
+    """Score all collections of a config. A collection takes one run (repeat) of each fold.
 
-    The concatenated ranking is by the sum over folds, in their order, of the members' exact similarities (or
-    ``distances``), ties by gallery index.
+    A separated score of a collection is the mean of its runs' scores. A concatenated score ranks the gallery by the
+    concatenated embeddings of the runs: by the sum over folds of the exact similarities (or of ``distances``). Ties are
+    ordered by gallery index.
 
     Args:
-        members: query rows [Q, D] of every run, ``[fold][repeat]``; D and the number of repeats may differ.
-        galleries: gallery rows of the same runs, or None: the queries are searched among themselves.
-        scores: the members' known scores as fractions, ``[fold][repeat][name]``.
-        metrics: metrics of rankings for the concatenated embeddings; may be empty with ``scores``.
-        tile_bytes: bound of the memory taken beyond the members and the scores of single queries.
-        distances: ``[fold][repeat]``; None is the Euclidean distance of unit vectors.
+        members: query embeddings [Q, D] of all runs; ``members[fold][repeat]`` is one run. D and the number of repeats
+            may differ between folds.
+        galleries: gallery embeddings of the same runs, indexed like ``members``. None: each query is searched among the
+            other queries.
+        scores: known scores of the runs as fractions: ``scores[fold][repeat][name]``. None computes them.
+        metrics: names of ranking metrics for the concatenated embeddings. The list may be empty if ``scores`` is given.
+        recall_at: the values of K for every metric whose name ends in ``_at_k``.
+        tile_bytes: limit of the memory in addition to the embeddings and the scores of single queries, in bytes.
+        device: the device that computes similarities; None: the device of the embeddings.
+        distances: the distance of each run, indexed like ``members``. None: the Euclidean distance of unit vectors.
+        progress: whether to show a progress bar.
 
     Returns:
-        One row per collection, the last fold's repeat changing fastest, with columns ``repeat_fold0`` ..,
-        ``separated_<score>`` (all scores that the members share) and ``concatenated_<score>``, as fractions.
+        A table with one row per collection; the repeat of the last fold changes fastest. The columns ``repeat_fold0``,
+        ``repeat_fold1``, ... name the runs of the collection. The columns ``separated_<score>`` (every score that all
+        runs have) and ``concatenated_<score>`` hold fractions.
     """
     _check_members(members, galleries)
     for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
@@ -107,15 +114,16 @@ def mean_and_std(values: ArrayLike) -> dict[str, float | None]:
 
 
 def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float] | None:
-    """Two-sided interval of a config's mean score from its runs' own scores.
+    """Compute the two-sided t interval of a config's mean score from the scores of its runs.
 
-    With F folds of n_f repeats, mean m_f and sample variance s_f^2: the mean of the m_f, plus and minus the t quantile
-    with sum_f (n_f - 1) degrees of freedom times sqrt(sum_f s_f^2 / n_f) / F. For n repeats in every fold that is
-    F (n - 1) degrees of freedom and sqrt(sum_f s_f^2) / (F sqrt(n)). It speaks of other seeds, not of other folds.
+    Fold f of F has n_f repeats, whose scores have mean m_f and sample variance s_f^2. The center of the interval is the
+    mean of the m_f. Its half width is t sqrt(sum_f s_f^2 / n_f) / F, where t is the quantile of Student's t
+    distribution with sum_f (n_f - 1) degrees of freedom. With n repeats in every fold, these are F (n - 1) degrees of
+    freedom and the half width t sqrt(sum_f s_f^2) / (F sqrt(n)). The interval covers other seeds, not other folds.
 
     Args:
-        scores: ``[fold][repeat]``.
-        level: coverage in (0, 1).
+        scores: scores of the runs: ``scores[fold][repeat]``.
+        level: coverage of the interval, in (0, 1).
 
     Returns:
         (low, high), or None if a fold has fewer than two repeats.
@@ -169,16 +177,17 @@ def _check_same_images(members: ModelEmbeddings, name: str) -> None:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean scores of two configs as fractions, and their difference second - first.
+    """Mean scores of two configs as fractions, their difference, and its confidence interval.
 
     Attributes:
-        first: mean over folds of the mean over repeats, of the first config.
-        second: the same of the second config.
-        interval: of the difference; None if there are too few pairs.
-        p_value: two-sided, of the t test that the difference is 0; None without an interval.
-        n_pairs: runs of each config.
-        over: what varies within the interval: "repeats within folds" (seeds), or "folds" (training classes, too) if
-            every fold has a single pair.
+        first: mean score of the first config: the mean over folds of the mean over repeats.
+        second: mean score of the second config, computed in the same way.
+        difference: ``second - first``.
+        interval: confidence interval (low, high) of the difference; None if there are too few pairs.
+        p_value: p-value of the two-sided t test that the difference is 0; None if there is no interval.
+        n_pairs: number of pairs, equal to the number of runs of each config.
+        over: the source of variation that the interval covers: "repeats within folds" (seeds), or "folds" (training
+            classes and seeds) if every fold has a single pair.
     """
 
     first: float
@@ -193,17 +202,17 @@ class PairedDifference:
 def paired_difference(
     first: Mapping[Coordinates, float], second: Mapping[Coordinates, float], *, level: float = 0.95
 ) -> PairedDifference:
-    """Compare two configs pair by pair.
+    """Compare the scores of two configs, paired by fold and repeat.
 
-    Runs of the same fold and repeat share seed and training classes, so their effect cancels in d = second - first.
-    The interval is ``confidence_interval`` of d. If all F folds have a single pair each, it is the t interval over the
-    F differences, with F - 1 degrees of freedom. Collections of fold models share runs: an interval over them would be
-    too narrow.
+    Runs of the same fold and repeat share seed and training classes. The effects of both cancel in the difference
+    d = second - first of a pair. The interval is ``confidence_interval`` of these differences. If each of the F folds
+    has a single pair, it is the t interval over the F differences, with F - 1 degrees of freedom. Collections (one run
+    per fold) share runs, so an interval over collections would be too narrow.
 
     Args:
-        first: scores by (fold, repeat).
-        second: scores of the same runs of the other config.
-        level: coverage in (0, 1).
+        first: scores of the first config's runs. The key is the pair (fold, repeat) of a run.
+        second: scores of the second config's runs, with the same keys.
+        level: coverage of the interval, in (0, 1).
     """
     lonely = sorted(set(first) ^ set(second))
     if lonely or not first:

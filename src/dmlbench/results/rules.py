@@ -141,18 +141,26 @@ class ConfigRuns:
 
 
 class AggregationRule(Protocol):
-    """What makes a summary of runs; a rule whose folds have different test sets has ``one_test_set = False``."""
+    """Interface of aggregation rules, which turn the runs of a config into one summary.
+
+    A rule sets ``one_test_set = False`` if folds have different test sets.
+    """
 
     @property
     def scored_on(self) -> Literal["test", "val"]: ...
 
     @property
     def spread(self) -> str:
-        """What its standard deviations are over, in words."""
+        """What the standard deviations are taken over, such as "repeats"; tables print this text."""
         ...
 
     def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
-        """``{"scores": {kind: {score: {"mean", "std"}}}, "raw": scores of the runs by coordinates, ...}``."""
+        """Summarize the runs of a config in a dictionary, which ``aggregate.json`` stores.
+
+        ``summary["scores"][kind][score]`` holds the ``mean`` and ``std`` of a score; a kind is, for example,
+        "separated". ``summary["raw"][run][score]`` holds the score of a single run, named by fold and repeat
+        ("fold0_rep0"). A rule may add further keys.
+        """
         ...
 
 

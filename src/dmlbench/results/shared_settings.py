@@ -16,7 +16,8 @@ def shared_settings(configs: Sequence[Stored], changed: Sequence[Mapping[str, st
         changed: per config, the settings that differ from their chosen option.
     """
     trained = [config for config in configs if _at(config, "fit.max_steps") != 0]
-    of_all = [*_shared(_OF_MODEL, configs), *_shared_changes(configs, changed)]
+    backbone = _shared([_backbone], configs) or _shared([_backbone_name], configs)
+    of_all = [*backbone, *_shared(_OF_MODEL, configs), *_shared_changes(configs, changed)]
     of_trained = _shared(_OF_TRAINING, trained)
     if len(trained) == len(configs):
         return _sentence("All rows: " if len(configs) > 1 else "", of_all + of_trained)
@@ -52,13 +53,18 @@ def _choice(config: Stored, group: str) -> str:
     return "" if chosen.lower() == "none" else chosen
 
 
-def _backbone(config: Stored) -> str:
+def _backbone_name(config: Stored) -> str:
     name = _at(config, "backbone.name") or _choice(config, "backbone")
+    return f"{name} backbone" if name else ""
+
+
+def _backbone(config: Stored) -> str:
+    name = _backbone_name(config)
     frozen = _at(config, "backbone.frozen_until")
     states = {None: [], "all": ["frozen"]}.get(frozen, [f"frozen until {frozen}"])
     if not _at(config, "backbone.pretrained") and not _at(config, "backbone.weights_file"):
         states = ["random initial weights", *states]
-    return (f"{name} backbone" + (f" ({', '.join(states)})" if states else "")) if name else ""
+    return name + (f" ({', '.join(states)})" if name and states else "")
 
 
 def _pixels(config: Stored) -> str:
@@ -87,7 +93,7 @@ def _valued(key: str, words: str) -> Callable[[Stored], str]:
 
 
 _OF_MODEL: tuple[Callable[[Stored], str], ...] = (
-    *(_backbone, _pixels, _named("tuning", "tuning"), _named("pooling", "pooling"), _named("head", "head")),
+    *(_pixels, _named("tuning", "tuning"), _named("pooling", "pooling"), _named("head", "head")),
     *(_valued("runtime.embedding_size", "{}-D embeddings"), _named("rerank", "reranking")),
 )
 _OF_TRAINING: tuple[Callable[[Stored], str], ...] = (

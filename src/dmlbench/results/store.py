@@ -153,7 +153,8 @@ def last_error(run_dir: Path) -> str:
     """The last line of what a failed run left; empty where it cannot be read."""
     with contextlib.suppress(OSError, RunError):
         require_file(run_dir / ERROR)
-        return " ".join((run_dir / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:])
+        lines = (run_dir / ERROR).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return " ".join(lines[-1:]).removeprefix("dmlbench.types.")
     return ""
 
 
@@ -240,10 +241,10 @@ def runs_by_config(runs: list[RunInfo]) -> dict[Path, list[RunInfo]]:
     return configs
 
 
-def without_trials(configs: dict[Path, list[RunInfo]], pattern: str) -> dict[Path, list[RunInfo]]:
+def without_trials(configs: dict[Path, list[RunInfo]], pattern: str, *, warn: bool = True) -> dict[Path, list[RunInfo]]:
     """Configs without the trials of searches (protocol=hpo), unless the pattern that selected them names hpo."""
     kept = {path: runs for path, runs in configs.items() if "hpo" in pattern or path.parent.name != "hpo"}
-    if kept and (count := len(configs) - len(kept)):
+    if warn and kept and (count := len(configs) - len(kept)):
         log.warning("left out: %d configs of protocol=hpo, trials of searches (configs=*/hpo/* selects them)", count)
     return kept or configs
 

@@ -85,8 +85,8 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
         if top := [o for o in complete[1:] if o.values != best.values][:4]:
             ahead = [100 * ((best.score or 0.0) - (o.score or 0.0)) for o in top]
             found.append(
-                f"its score is {ahead[0]:.2f} points above the next best values, {ahead[-1]:.2f} above number "
-                f"{len(top) + 1}. The best of many trials is overestimated: compare it by runs of another protocol"
+                f"its score is {ahead[0]:.2f} points above the next best values, {ahead[-1]:.2f} above those of "
+                f"rank {len(top) + 1}. The best of many trials is overestimated: compare it by runs of another protocol"
             )
         for dimension in search.space:
             if dimension.is_at_edge(best.values[dimension.key]):

@@ -25,19 +25,21 @@ ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performan
 
 @dataclass(frozen=True)
 class Metric:
-    """An entry of the table.
+    """Definition of a metric: an entry of ``TABLE``.
 
     Attributes:
-        name: as in configurations; ``_at_k`` at its end takes a K.
-        label: as in printed tables, with ``{k}`` for that K.
-        formula: what is computed.
-        source: where it is defined.
-        reads: "nearest" (the first places of each ranking), "ranking" (all of it), "clusters" (of k-means) or
-            "distances" (between images of the whole set).
-        score: from what it reads and K (None without one) to the scores [Q] of the queries, or the score of the set.
-        places: how many first places of a ranking it needs: "K", "R" (number of the query's positives), or a number.
-        better: "higher", or None if the metric has no direction.
-        percent: whether tables print it times 100.
+        name: name of the metric in configurations. A name that ends in ``_at_k`` has a parameter K.
+        label: name of the metric in printed tables; ``{k}`` stands for the value of K.
+        formula: description of the computation, for the documentation.
+        source: the paper or code that defines the metric.
+        reads: the data that ``score`` gets: "nearest" (the nearest items of each query), "ranking" (the whole ranking
+            of each query), "clusters" (k-means clusters of the set) or "distances" (between images of the set).
+        score: function of the data that ``reads`` names, and of K. It returns the scores of the queries [Q], or one
+            score of the whole set.
+        places: how many nearest items of a query the metric needs: "K", "R" (the number of positives of the query), or
+            a number.
+        better: "higher" if higher scores are better; None if the metric has no direction.
+        percent: whether tables print the score in percent.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Metric:
 
     @property
     def is_of_queries(self) -> bool:
-        """Whether every query has a score; otherwise only the whole set has one."""
+        """Whether the metric scores each query; other metrics, such as nmi, give one score for the whole set."""
         return self.reads in ("nearest", "ranking")
 
 

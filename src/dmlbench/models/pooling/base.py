@@ -10,49 +10,61 @@ from dmlbench.types import ConfigError, ModelOutput
 
 Variant = Literal["official", "paper"]
 Pooled = ModelOutput
-"""Embedding [B, D], not normalized, and named side outputs."""
+"""What a pooling returns: the embeddings [B, D], not normalized, and a dictionary of side outputs (``ModelOutput``)."""
 
 
 class Pooling(nn.Module):
-    """Map [B, C, H, W] to embedding [B, D]; subclasses implement ``forward``.
+    """Base class of poolings, which turn maps [B, C, H, W] into embeddings [B, D]; subclasses implement ``forward``.
 
-    The projection C to D is an argument, because poolings project before or after they pool. Each training step calls
-    ``observe`` after ``forward`` and before the loss. Only ``observe`` may change the pooling's state.
+    ``forward`` also gets the linear projection from C to D channels, because a pooling may project before or after it
+    pools. Each training step calls ``forward``, then ``observe``, then the loss. Only ``observe`` may change the
+    pooling's state.
 
     Attributes:
-        provides: names of the side outputs that ``forward`` gives once the pooling has started.
-        needs: "native" for a pooling of the backbone's own vector, given as a 1 x 1 map.
+        provides: names of the side outputs that ``forward`` returns. Poolings with prototypes return them only after
+            the prototypes have started (see ``started``).
+        needs: the input that the pooling expects. "map" (the default) is the last feature map of the backbone. "native"
+            is the output of the pooling that the backbone was pretrained with (such as its class token), a 1 x 1 map.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[Literal["map", "native"]] = "map"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        """Pool x [B, C, H, W], of any memory format and floating-point type."""
+        """Pool the maps x [B, C, H, W], which may have any memory format and floating-point type."""
         raise NotImplementedError
 
     def observe(self, pooled: Pooled, *, step: int) -> None:
-        """Update state by the output for a training batch; ``step`` counts from 1."""
+        """Update the pooling's state with its output for a training batch; ``step`` counts from 1."""
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor | None:
-        """Share of each location in the embedding, [B, H, W], rows sum to 1; None where unknown."""
+        """Return the share of each location in the embedding, [B, H, W]; the shares of an image sum to 1.
+
+        None means that the pooling does not define such shares.
+        """
         return self(x, project).side.get("weights")
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
-        """Index of the prototype that dominates at each location, [B, H, W]; None before the start or without any."""
+        """Return the index of the dominant prototype at each location, [B, H, W].
+
+        None means that the pooling has no prototypes, or that they have not started yet.
+        """
         return None
 
     @property
     def started(self) -> bool:
-        """False while the pooling works provisionally, maybe without its side outputs."""
+        """Whether the pooling is in its final form.
+
+        GSP poolings, for example, work as average pooling without side outputs until their prototypes are initialized.
+        """
         return True
 
     def input_width(self, embedding_size: int) -> int:
-        """Dimensions that the pooling wants of the projection for embeddings of ``embedding_size``."""
+        """Return the number of outputs that the projection must have, so that embeddings have ``embedding_size``."""
         return embedding_size
 
     def output_width(self, projected_size: int) -> int:
-        """Dimensions of the embedding for a projection to ``projected_size``."""
+        """Return the dimensions of the embedding if the projection has ``projected_size`` outputs."""
         return projected_size
 
 
