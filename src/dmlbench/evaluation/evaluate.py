@@ -133,7 +133,7 @@ def evaluate_arrays(
         rows: embeddings of the queries [Q, D], floating point. A tensor on a GPU is searched on that GPU.
         labels: class of each query [Q], as whole numbers or text.
         ids: a distinct whole number for each query [Q]. The search skips the gallery item that has the id of the query.
-            By default, ids are row numbers.
+            Without a separate gallery, ids default to row numbers, so no query finds itself.
         gallery_rows: embeddings of the gallery [N, D]. None: each query is searched among the other queries.
         gallery_labels: class of each gallery item [N].
         gallery_ids: id of each gallery item [N]. Give ids if the gallery contains queries. Without ids, no gallery item

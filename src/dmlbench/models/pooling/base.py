@@ -21,8 +21,8 @@ class Pooling(nn.Module):
     pooling's state.
 
     Attributes:
-        provides: names of the side outputs that ``forward`` returns. Poolings with prototypes return them only after
-            the prototypes have started (see ``started``).
+        provides: names of the side outputs that ``forward`` returns. Poolings with prototypes return no side
+            outputs until their prototypes are initialized (see ``started``).
         needs: the input that the pooling expects. "map" (the default) is the last feature map of the backbone. "native"
             is the output of the pooling that the backbone was pretrained with (such as its class token), a 1 x 1 map.
     """
@@ -38,7 +38,8 @@ class Pooling(nn.Module):
         """Update the pooling's state with its output for a training batch; ``step`` counts from 1."""
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor | None:
-        """Return the share of each location in the embedding, [B, H, W]; the shares of an image sum to 1.
+        """Return how much each location of the map contributes to the embedding, as shares [B, H, W] that sum to 1 per
+        image.
 
         None means that the pooling does not define such shares.
         """
