@@ -163,9 +163,9 @@ def _package() -> Any:
 def api(path: str) -> str:
     """Markdown of a function or class by the path that imports it, methods with docstrings included."""
     found = _package()[path.removeprefix("dmlbench.")]
-    signature = [_signature(path.rpartition(".")[2], found)]
-    has_arguments = not found.is_class or len(found.parameters) > 0
-    sections = [f"### `{path}`", *(signature if has_arguments else []), *_docstring(found)]
+    signature = _signature(path.rpartition(".")[2], found)
+    is_called = found.is_function or "()" not in signature
+    sections = [f"### `{path}`", *([signature] if is_called else []), *_docstring(found)]
     for member in found.members.values() if found.is_class else ():
         if member.has_docstring and not member.name.startswith("_"):
             named = f"{found.name}.{member.name}"

@@ -200,7 +200,11 @@ def check_runs(
         print_time(to_do, _times(plan, to_do, names, inputs.kinds), names)
     if problems:
         listed = "; ".join(f"{what} ({', '.join(rows)})" if rows else what for what, rows in problems.items())
-        what = f"{count} of {len(to_do)} runs cannot start" if count else f"{len(failures)} configs cannot be run"
+        what = (
+            f"{count} of {len(to_do)} runs cannot start"
+            if count
+            else f"{counted(len(failures), 'config')} cannot be run"
+        )
         raise RunError(f"{what}: {listed}")
 
 

@@ -10,7 +10,10 @@ from dmlbench.types import ConfigError, ModelOutput
 
 Variant = Literal["official", "paper"]
 Pooled = ModelOutput
-"""What a pooling returns: the embeddings [B, D], not normalized, and a dictionary of side outputs (``ModelOutput``)."""
+"""What a pooling returns: ``Pooled(embedding)``, or ``Pooled(embedding, {"weights": weights})`` with side outputs.
+
+The embeddings [B, D] are not normalized. ``ModelOutput`` lists the side outputs.
+"""
 
 
 class Pooling(nn.Module):
