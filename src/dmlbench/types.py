@@ -78,17 +78,17 @@ class ImageTable:
         root: the folder that ``paths`` are relative to. Empty if ``pixels`` holds the images.
         paths: path of each image [N], unique.
         labels: class id of each image [N], in [0, num_classes). Ids follow the published order of the classes.
-        class_names: name of each class, by class id.
-        role: role of each image [N]: "train", "test", "query" or "gallery". Test images search among themselves. Query
-            images search among the gallery images.
+        class_names: name of each class, in the order of the class ids.
+        role: role of each image [N]: "train", "test", "query" or "gallery". A "test" image has all other "test" images
+            as its gallery, a "query" image all "gallery" images.
         super_labels: id of the super-class of each image [N], if the data set has super-classes.
-        pixels: all images in one array, [N, H, W] (grey) or [N, H, W, 3] (RGB), for data sets that are held in memory.
-        fingerprint: digest of names, sizes, labels and roles. It does not depend on the folder of the data.
-        layout: the folder layout that was found on disk, for data sets with several known layouts.
-        originals: known properties of the published images, such as their size; they reveal changed images.
-        notes: differences between these data and the published ones, printed with every result. They are detected from
-            counts and a sample of the images.
-        published_queries: number of queries in the published test half, if known.
+        pixels: all images in one array, [N, H, W] (grey) or [N, H, W, 3] (RGB), if the data set is held in memory.
+        fingerprint: digest of names, sizes, labels and roles. It stays the same if you move the data.
+        layout: the folder layout that was found on disk, if the data set has several known layouts.
+        originals: known properties of the published images, such as their size, to detect changed images.
+        notes: differences from the published data, found in image counts and a sample of images; printed with every
+            result.
+        published_queries: number of queries in the published test half; None if unknown.
     """
 
     name: str
@@ -119,7 +119,7 @@ class RetrievalSet:
 
     Attributes:
         query: row numbers of the queries.
-        gallery: row numbers of the gallery. None: each query is searched among the other queries.
+        gallery: row numbers of the gallery. None: the gallery of a query is all other queries.
     """
 
     query: IntArray
@@ -136,15 +136,15 @@ class Split:
     """The training, validation and test images of a run.
 
     Attributes:
-        name: data set, protocol and fold, for messages.
+        name: names of data set, protocol and fold, for messages.
         fold: number of the fold; 0 if the protocol has no folds.
         train: row numbers of the training images in the ``ImageTable``.
-        val: the validation images, for early stopping and for the selection of weights. None if the protocol fixes the
-            number of steps and selects nothing.
-        test: the test images. None if the protocol must not use the test half (``hpo``).
-        val_is_test: whether the protocol selects weights on the test half; every table then says so.
-        facts: properties of the split by name, such as the distance between training and test classes. ``result.json``
-            stores them, and ``dmlbench table facts=[...]`` shows them.
+        val: the validation images, used to stop early and to select weights. None if the protocol fixes the number of
+            steps and selects no weights.
+        test: the test images. None if the protocol must not use the test half, such as ``protocol=hpo``.
+        val_is_test: whether the protocol selects weights on the test half. If True, every table warns about it.
+        facts: properties of the split by name, such as the distance between training and test classes. ``dmlbench table
+            facts=[...]`` shows them; ``result.json`` stores them.
     """
 
     name: str
@@ -168,18 +168,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Output of a model for a batch: embeddings, and further tensors that regularizers may read (side outputs).
+    """Output of a model for a batch: embeddings, and side outputs, which are further tensors for regularizers.
 
-    The side output "weights" [B, H, W] holds the pooling weight of each location. "histogram" [B, m] holds the share of
-    each of m prototypes in an image; its rows sum to 1. "reconstruction" [B, D] is the sum of the prototypes weighted
-    by the histogram. Both are absent until the prototypes are initialized. "pooled" [B, D] is the vector that the
-    reconstruction should match. During training, "features" and "features_max" [B, C] are the average and the maximum
-    over the map that is pooled. "keys" [B, D] are embeddings of a second view of each image by a momentum encoder
-    (EMA). The training loop adds them if a regularizer requires them.
+    - "weights" [B, H, W]: the pooling weight of each map location.
+    - "histogram" [B, m]: the share of each of m prototypes in an image; rows sum to 1.
+    - "reconstruction" [B, D]: the sum of the prototypes, weighted by "histogram".
+    - "pooled" [B, D]: the vector that "reconstruction" should match.
+    - "features" and "features_max" [B, C]: during training, the average and the maximum over the map that is pooled.
+    - "keys" [B, D]: embeddings of a second view of each image by a momentum encoder (EMA). The training loop adds them
+      if a regularizer requires them.
+
+    "histogram" and "reconstruction" are absent until the prototypes are initialized.
 
     Attributes:
         embedding: embeddings [B, D], not normalized.
-        side: dictionary from the name of a side output to its tensor.
+        side: the tensor of each side output, by name.
     """
 
     embedding: Tensor
@@ -193,7 +196,7 @@ class EmbeddingSet:
     Attributes:
         rows: one embedding per image [N, D], float32.
         labels: class of each image [N].
-        ids: row number of each image in the ``ImageTable`` [N], unique.
+        ids: unique row number [N] of each image in the ``ImageTable``.
     """
 
     rows: Tensor

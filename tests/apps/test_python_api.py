@@ -58,7 +58,7 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     other = read_result(db.run(*SHORT, *place, "metrics=p_at_1,map_at_r", "pooling=gmp"))["metrics"]["test"]
     pair = ["**/*-gap-*", "**/*-gmp-*"]
     difference = db.table(compare=pair, metrics=["map_at_r"], output_dir=tmp_path / "out", allow_partial=True)
-    assert difference.loc[0, "difference"] == pytest.approx(other["map_at_r"] - scores["map_at_r"])
+    assert difference.loc[0, "difference"] == pytest.approx(100 * (other["map_at_r"] - scores["map_at_r"]))
     with pytest.raises(ConfigError, match=r"compare: got 1 config, expected two or more\."):
         db.table(compare=pair[:1], output_dir=tmp_path / "out")
     assert db.evaluate(run_dir, metrics="map_at_r").scores == {"map_at_r": scores["map_at_r"]}

@@ -61,7 +61,7 @@ def test_the_difference_is_of_the_second_less_the_first(tmp_path: Path) -> None:
     assert "different fit.max_steps: 100 (gap), 300 (gsp)" in text
     assert f"gsp: {tmp_path}/glyphs/mlrc/net-gsp-2" in text
     assert table.to_frame()["settings"].tolist() == ["fit.max_steps=300"] * 2
-    assert table.to_frame()["difference"][0] == pytest.approx(0.025)
+    assert table.to_frame()["difference"][0] == pytest.approx(2.5)
 
 
 def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:

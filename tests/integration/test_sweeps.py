@@ -99,8 +99,9 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     assert len(find_runs("out")) == 1
     error = command("train", "dataset=cub200", "paths.data_dir=nowhere", "--dry-run", code=1)
     assert "1 of 1 runs cannot start: " in error and "nowhere" in error
-    error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=2)
-    assert error.splitlines()[-1] == "dmlbench: error: fold: got 9, expected 0 to 3, the folds of the protocol."
+    error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=1)
+    reason = "fold: got 9, expected 0 to 3, the folds of the protocol."
+    assert error.splitlines()[-1] == f"dmlbench: error: 1 config cannot be run: {reason}"
     error = command("train", *TINY, "protocol=two_stage", "protocol.stage=2", "--dry-run", code=1)
     assert "run stage 1 first: out/glyphs/two_stage/" in error
 

@@ -259,6 +259,9 @@ def test_the_caption_says_what_all_rows_and_all_trained_rows_share() -> None:
     changed = [{"pooling.m": "by hand", "optim.lr": "by hand"}, {}]
     assert shared_settings(trained, changed) == f"All rows: {of_all}, pooling.m=7, {of_trained}."
     assert shared_settings([_stored("gap", 9)], [{}]).startswith("net backbone (frozen), ")
+    whole = _stored("gap", 3000)
+    whole["backbone"] = {**whole["backbone"], "frozen_until": None}
+    assert shared_settings([trained[0], whole], [{}, {}]).startswith("All rows: net backbone, 64 x 48 pixels")
     assert shared_settings([_stored("gap", 9, backbone="a"), _stored("gsp", 9, loss="x")], [{}, {}]) == (
         "All rows: 64 x 48 pixels in 8 cached views, 128-D embeddings, batches of 8 classes x 4 images, "
         "learning rate 0.001, at most 9 steps."

@@ -213,19 +213,19 @@ class _ModelConfig(Schema, extra="allow"):
 
 @dataclass(frozen=True, repr=False)
 class TrainedModel:
-    """The trained network of a run, with its selected weights, and the preprocessing of its test images.
+    """A trained network with the weights that its run selected, and the preprocessing of the run's test images.
 
     ``print(model)`` shows the network, its training data and its scores.
 
     Attributes:
         name: the run directory or exported folder that the model was loaded from.
-        network: the PyTorch module on ``device``, in evaluation mode. It maps uint8 RGB images [B, 3, H, W] to a
-            ``ModelOutput`` and normalizes the pixel values itself.
-        transform: the preprocessing that resizes and crops an image for the network.
+        network: the PyTorch module on ``device``, in evaluation mode. It takes uint8 RGB images [B, 3, H, W],
+            normalizes their pixel values and returns a ``ModelOutput``.
+        transform: the function that resizes and crops an image before it enters the network.
         image_size: height and width of the images that ``transform`` returns.
         device: the device that the network runs on.
-        config: the configuration of the run.
-        result: the contents of the run's ``result.json``, such as scores, protocol and fingerprint of the data.
+        config: the configuration that the run was trained with.
+        result: the contents of the run's ``result.json``, such as scores, protocol and digest of the data.
     """
 
     name: str
@@ -268,7 +268,10 @@ class TrainedModel:
 
     @property
     def has_own_distance(self) -> bool:
-        """Whether the model has a distance other than that of unit vectors, as AVSL and hyperbolic heads have."""
+        """Whether the model compares embeddings by a distance other than the Euclidean distance of unit vectors.
+
+        This holds for AVSL and hyperbolic heads.
+        """
         return not ranks_like_unit_vectors(self.network.distance)
 
     def embed(
@@ -280,25 +283,24 @@ class TrainedModel:
         batch_size: int = 128,
         num_workers: int = 0,
     ) -> Tensor:
-        """Embed images with the preprocessing of the run's test images; returns [N, D], float32 on the CPU.
+        """Preprocess images like the run's test images and embed them. Returns [N, D], float32 on the CPU.
 
-        Images may differ in size and mode. Each image is rotated by its EXIF tag and converted to 8-bit RGB: a grey
-        image gets three equal channels, transparency is dropped. Then the run's evaluation transform resizes and crops
-        the image. Runs on small images of one size have no such transform. For them, images of other sizes are resized
-        until they cover that size, and center-cropped.
+        Images may differ in size and mode. Each image is rotated as its EXIF tag says and converted to 8-bit RGB: a
+        grey image gets three equal channels, and transparency is dropped. Then the run's evaluation transform resizes
+        and crops the image. Runs on small images of one size have no such transform: images of other sizes are then
+        resized to cover that size and center-cropped.
 
         Args:
-            images: one image or many. An image is a path, a Pillow image of any mode, an array [H, W] or [H, W, C], or
-                a tensor [H, W] or [C, H, W], of uint8 with C = 1 (grey), 3 (RGB) or 4 (RGBA). Stacks are arrays
-                [N, H, W] or [N, H, W, C], and tensors [N, C, H, W].
-            normalize: whether to L2-normalize the embeddings. By default (False) they are the network's output, which
-                ``distance`` normalizes itself.
+            images: one image, an iterable of images, or a stack. An image is a path, a Pillow image of any mode, a
+                uint8 array [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. C is 1 (grey), 3 (RGB) or 4
+                (RGBA). A stack is an array [N, H, W] or [N, H, W, C], or a tensor [N, C, H, W].
+            normalize: whether to L2-normalize the embeddings. ``distance`` accepts them either way.
             progress: whether to show a progress bar.
-            batch_size: number of images per forward pass. Another batch size changes embeddings by about 1e-6.
+            batch_size: number of images per forward pass. If you change it, embeddings change by about 1e-6.
             num_workers: number of processes that read images in the background.
 
         Raises:
-            ConfigError: ``normalize`` is True, but the model's distance is not that of unit vectors.
+            ConfigError: ``normalize`` and ``has_own_distance`` are both True.
             DataError: an input cannot be read as an image.
             ValueError: the network is in training mode.
         """
@@ -324,11 +326,11 @@ class TrainedModel:
 
     @torch.no_grad()
     def distance(self, a: Any, b: Any) -> Tensor:
-        """Compute all distances between two sets of embeddings; returns [M, N], float32 on the CPU.
+        """Compute the distance of each embedding in ``a`` to each in ``b``. Returns [M, N], float32 on the CPU.
 
-        ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The distance is
-        the one that the model was trained and evaluated with: the Euclidean distance of the normalized embeddings, in
-        [0, 2], or the distance of the head, as for AVSL.
+        ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The model was
+        trained and evaluated with this distance: the Euclidean distance of the normalized embeddings, in [0, 2], or a
+        distance that the head defines, as in AVSL.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
@@ -347,24 +349,23 @@ def load(
     modules: Sequence[str] = (),
     config_dir: str | Path | None = None,
 ) -> TrainedModel:
-    """Load the model of a run directory or of an exported folder; no data set is needed.
+    """Load a trained model from a run directory or exported folder; no data set is needed.
 
-    Python code is imported only from Python's own search path and from the folder that holds ``config_dir``. Folders
-    that the configuration of the run names are never searched for code.
+    The function imports Python code only from ``sys.path`` and the folder that contains ``config_dir``, never from
+    folders that the run's configuration names.
 
     Args:
-        path: the run directory, or the folder that ``dmlbench export`` wrote.
-        device: the device of the network: ``auto``, ``cpu`` or ``cuda[:N]``.
-        modules: names of your own packages whose classes an exported folder may use; classes of dmlbench are always
+        path: the run directory, or a folder written by ``dmlbench export``.
+        device: device of the network: ``auto`` (a GPU if available), ``cpu`` or ``cuda[:N]``.
+        modules: names of your own packages whose classes an exported folder may use. The classes of dmlbench are always
             allowed. A run directory may use any class.
-        config_dir: the folder of options that the run was trained with, like ``--config-dir`` of the command. After the
-            call, Python can also import modules that are beside this folder.
+        config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Raises:
-        RunError: ``path`` is neither a run directory nor an exported folder, the run is incomplete or damaged, or an
-            incompatible version of dmlbench made it.
+        RunError: ``path`` is neither a run directory nor an exported folder; or its files are incomplete, damaged, or
+            from an incompatible version of dmlbench.
         ConfigError: the device is unknown, a module is not found, or an exported folder uses a class of a package that
-            ``modules`` does not name.
+            ``modules`` does not list.
     """
     folder = Path(path).expanduser()
     add_module_folder(config_dir)

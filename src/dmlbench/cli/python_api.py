@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 
 
 def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None) -> Path:
-    """Train and test one config at one fold and repeat, as ``dmlbench train`` does, and return the run directory.
+    """Train and test one config on one fold with one repeat, like ``dmlbench train``. Returns the run directory.
 
-    If the run is already complete, nothing is trained. An interrupted run resumes from its last checkpoint.
+    If the run is already complete, the function trains nothing. An interrupted run resumes from its last checkpoint.
 
     Args:
-        overrides: configuration values, written as on the command line of ``dmlbench train``: ``"pooling=gsp"``,
+        overrides: settings that replace the defaults, written as for ``dmlbench train``: ``"pooling=gsp"``,
             ``"fit.max_steps=100"``, ``"device=cpu"``, ``"paths.output_dir=results"``.
-        config_dir: the folder with your own YAML options, like ``--config-dir`` of the command. After the call, Python
-            can also import modules that are beside this folder.
-        progress: whether to show progress bars and log lines. None shows them in a terminal or notebook only. The
-            function never changes logging that you configured.
+        config_dir: the folder with your own YAML options, as for ``dmlbench train --config-dir``. The call adds the
+            parent of this folder to ``sys.path``, so Python can import your modules there.
+        progress: whether to show progress bars and log lines. None shows them only in a terminal or notebook. Your
+            logging setup stays unchanged.
 
     Raises:
-        DmlbenchError: an error that you can fix, such as a misspelt key, a module that is not found or unreadable data.
+        DmlbenchError: you must fix something, such as a misspelt key, a missing module or unreadable data.
     """
     from dmlbench.runner import run as run_config
 
@@ -82,23 +82,22 @@ def evaluate(
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Evaluation:
-    """Compute retrieval scores by exact search: of a run, of a file of embeddings, or of embeddings in memory.
+    """Compute retrieval scores by exact search in a run, a file of embeddings, or embeddings in memory.
 
-    Embeddings in memory have no separate gallery: each image is a query, and all other images are its gallery.
+    If you pass embeddings in memory, each image is a query, and all other images are its gallery.
 
     Args:
-        source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [N, D], one row per image.
-        labels: classes [N] of the embeddings in ``source``. If ``source`` is a file without labels, the file that holds
-            them. Not needed otherwise.
-        model: the run directory or exported folder whose model made the embeddings. Only needed if ``source`` is a file
-            whose embeddings are compared by the model's own distance, as with AVSL.
-        metrics: names of metrics, as in the table of ``docs/evaluation.md``.
-        recall_at: the values of K for every metric whose name ends in ``_at_k``, such as ``recall_at_k``.
-        config_dir: the folder of options that the run was trained with, like ``--config-dir`` of the command. After the
-            call, Python can also import modules that are beside this folder.
+        source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [N, D], one per row.
+        labels: class of each embedding [N] if ``source`` holds embeddings; path of the file with the labels if
+            ``source`` is a file without labels.
+        model: the run directory or exported folder of the model that made the embeddings. Only needed if ``source`` is
+            a file and the model has a special distance, as AVSL does.
+        metrics: names of metrics from the table in ``docs/evaluation.md``.
+        recall_at: the values of K for metrics such as ``recall_at_k``.
+        config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Returns:
-        An ``Evaluation``: ``scores`` holds each score as a fraction, ``per_query`` the scores of each query.
+        An ``Evaluation``. Its ``scores`` hold each score as a fraction, its ``per_query`` the scores of each query.
     """
     add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):
@@ -135,26 +134,26 @@ def table(
     allow_partial: bool = False,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> pd.DataFrame:
-    """Aggregate finished runs and return a table with one row per config, like ``dmlbench table``.
+    """Aggregate complete runs into a table with one row per config, like ``dmlbench table``.
 
     Args:
         configs: shell pattern that selects configs by their folder ``<data set>/<protocol>/<config>``.
-        compare: patterns of two or more configs. The function then returns the differences of all others from the
+        compare: patterns of two or more configs. The function then returns the difference of each other config from the
             first, like ``dmlbench table compare=``.
-        output_dir: the folder of the runs. None: the environment variable ``DMLBENCH_OUTPUT`` if set, else ``outputs``.
-        metrics: names of the scores to show. A score that a run does not have yet is computed from its stored
-            embeddings and saved.
-        recall_at: the values of K for every metric whose name ends in ``_at_k``, such as ``recall_at_k``.
-        allow_partial: whether to include configs that lack runs of the protocol.
-        config_dir: the folder of options that the runs were trained with, like ``--config-dir`` of the command. After
-            the call, Python can also import modules that are beside this folder.
+        output_dir: the folder that holds the runs. None uses the environment variable ``DMLBENCH_OUTPUT`` if set, else
+            ``outputs``.
+        metrics: names of the metrics to show. If a run lacks a score, the function computes it from the run's stored
+            embeddings and saves it.
+        recall_at: the values of K for metrics such as ``recall_at_k``.
+        allow_partial: whether to include configs with missing runs of the protocol.
+        config_dir: the ``config_dir`` that the runs were trained with, if any.
 
     Returns:
-        Columns ``dataset``, ``protocol`` and ``row`` (label of the config), the mean and standard deviation of each
-        score in percent, and ``notes``. The notes are caveats: runs are missing, weights were selected on the test set,
-        or embeddings were imported. With ``compare``, the table has one row per config and metric instead: both means
-        and their ``difference`` in percent, the 95 % interval of the difference (``low``, ``high``), its ``p_value``,
-        and ``p_holm``, the p-value after Holm's correction.
+        The columns are ``dataset``, ``protocol`` and ``row`` (label of the config), the mean and standard deviation of
+        each score in percent, and ``notes``. Notes warn of missing runs, weight selection on the test set, or imported
+        embeddings. With ``compare``, the table has one row per config and metric instead. Its columns are both means
+        and their ``difference`` in percent, the bounds ``low`` and ``high`` of the difference's 95 % interval, the
+        ``p_value``, and ``p_holm``, the p-value after Holm's correction.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))

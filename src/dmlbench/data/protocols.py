@@ -18,15 +18,15 @@ _MOST = 1000
 
 
 class Protocol:
-    """Base class of protocols. Each protocol is a frozen dataclass that implements ``_split``.
+    """Base class of protocols, which are frozen dataclasses that implement ``_split``.
 
     Attributes:
-        num_folds: number of splits into classes for training, validation and test.
-        num_repeats: number of independent runs of each fold; they differ in the seed.
-        aggregation: name of the rule that turns runs into the score of a config: a key of ``results.rules.RULES``, or
-            the importable name of your own ``AggregationRule``.
-        leaves_plan: whether a run saves its number of steps and its learning-rate drops as a plan for a later run, as
-            stage 1 of ``two_stage`` does for stage 2.
+        num_folds: number of ways to split the classes into training, validation and test.
+        num_repeats: number of independent runs of each fold, which differ in the seed.
+        aggregation: name of the rule that turns the runs of a config into its score: a key of ``results.rules.RULES``,
+            or the importable name of your own ``AggregationRule``.
+        leaves_plan: whether a run saves a plan (number of steps and learning-rate drops) for a later run, as stage 1 of
+            ``two_stage`` does for stage 2.
     """
 
     name: ClassVar[str]
@@ -55,16 +55,16 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments of the protocol whose runs must come first, because runs of this protocol follow their plan.
+        """Arguments of the protocol that must run first, because it saves the plan that this protocol follows.
 
-        Example: ``{"stage": 1}`` for stage 2 of ``two_stage``. None if runs follow no plan.
+        For example, stage 2 of ``two_stage`` returns ``{"stage": 1}``. None: the protocol follows no plan.
         """
         return None
 
     def split(self, table: ImageTable, *, fold: int) -> Split:
         """Return the training, validation and test images of one fold.
 
-        Empty sets, sets that share a class, and sets in which no query has a positive raise an error.
+        Raises an error if a set is empty, if sets share a class, or if no query of a set has a positive.
         """
         self.check_fold(fold)
         return check_split(self._split(table, fold), table)

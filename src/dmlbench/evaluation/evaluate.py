@@ -30,21 +30,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation. Scores are fractions in [0, 1]; ami may be negative, and class distances are in [0, 2].
+    """Result of an evaluation. Scores are in [0, 1], except ``ami`` (may be negative) and class distances (in [0, 2]).
 
     Attributes:
-        scores: dictionary from the name of a score to its value. A ranking score is the mean over all queries that have
-            a positive. Scores such as nmi have one value for the whole set.
-        per_query: dictionary from the name of a ranking score to its values for all queries [Q]. The value is NaN for a
-            query without a positive.
+        scores: the value of each score, by name. A ranking score, such as ``map_at_r``, is the mean over all queries
+            with a positive. Other scores, such as ``nmi``, describe the whole set.
+        per_query: the values of each ranking score for all queries [Q], by name. A query without a positive gets NaN.
         n_query: number of queries.
         n_gallery: number of gallery items; equal to ``n_query`` if no gallery was given.
-        n_skipped_queries: number of queries without a positive. The means leave them out.
-        kmeans: description of the k-means clustering behind nmi and ami: library, settings and seed. None if no score
-            needs clusters.
-        search: "exact" if the whole gallery was ranked; "shortlist@N" if only N gallery items per query were ranked.
-        p_at_1_by_chance: mean and standard deviation of P@1 over random rankings.
-        degenerate: warnings about collapsed embeddings, such as zero vectors or identical embeddings; one phrase each.
+        n_skipped_queries: number of queries without a positive. Ranking scores are means over the others.
+        kmeans: library, settings and seed of the k-means clustering for ``nmi`` and ``ami``. None if no score needs
+            clusters.
+        search: "exact" if the whole gallery was ranked for each query, "shortlist@N" if only N gallery items were.
+        p_at_1_by_chance: mean and standard deviation of P@1 if the gallery is ranked at random.
+        degenerate: a warning for each sign of collapsed embeddings, such as zero vectors or identical embeddings.
     """
 
     scores: dict[str, float]
@@ -127,18 +126,18 @@ def evaluate_arrays(
     gallery_ids: Array | None = None,
     spec: EvaluationSpec | None = None,
 ) -> Evaluation:
-    """Compute retrieval scores of embeddings in memory by cosine similarity; the embeddings need not be normalized.
+    """Rank embeddings in memory by cosine similarity and compute scores. You need not normalize the embeddings.
 
     Args:
-        rows: embeddings of the queries [Q, D], floating point. A tensor on a GPU is searched on that GPU.
+        rows: floating-point embeddings of the queries [Q, D]. If they are on a GPU, the search runs on that GPU.
         labels: class of each query [Q], as whole numbers or text.
-        ids: a distinct whole number for each query [Q]. The search skips the gallery item that has the id of the query.
+        ids: a distinct whole number for each query [Q]. The search for a query skips the gallery item with the same id.
             Without a separate gallery, ids default to row numbers, so no query finds itself.
-        gallery_rows: embeddings of the gallery [N, D]. None: each query is searched among the other queries.
+        gallery_rows: embeddings of the gallery [N, D]. None: the gallery of a query is all other queries.
         gallery_labels: class of each gallery item [N].
-        gallery_ids: id of each gallery item [N]. Give ids if the gallery contains queries. Without ids, no gallery item
-            is skipped.
-        spec: metrics and search settings; None means ``EvaluationSpec()``.
+        gallery_ids: id of each gallery item [N]. If the gallery contains queries, pass ``ids`` and ``gallery_ids``, so
+            that no query finds itself. Without ids, no gallery item is skipped.
+        spec: metrics and search settings. None uses the defaults of ``EvaluationSpec``.
     """
     gallery = None
     if gallery_rows is not None and gallery_labels is not None:

@@ -18,21 +18,21 @@ _SHORTLIST = "shortlist@"
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """Settings of an evaluation. ``back_end``, ``tile_bytes`` and ``device`` do not change any ranking score.
+    """Settings of an evaluation. Ranking scores do not depend on ``back_end``, ``tile_bytes`` and ``device``.
 
     Attributes:
-        recall_at: the values of K for every metric whose name ends in ``_at_k``, in increasing order.
-        back_end: the library that computes the float32 similarities. With "faiss" and embeddings on a GPU, k-means also
+        recall_at: the values of K for metrics such as ``recall_at_k``, in increasing order.
+        back_end: the library that computes float32 similarities. With "faiss" and embeddings on a GPU, k-means also
             runs on the GPU.
-        tile_bytes: limit of the memory that the search may use in addition to the embeddings, in bytes.
-        metrics: names of metrics, as in the table of ``docs/evaluation.md``. The name "recall_at_k" requests R@K for
-            every K in ``recall_at``; a number, as in "recall_at_10", requests one K.
-        kmeans_seed: random seed of the k-means clustering that nmi and ami need. The other ``kmeans_`` attributes are
-            further settings of this clustering.
-        device: the device that computes similarities; "auto" takes a GPU if available. None: the device of the
+        tile_bytes: how many bytes of memory the search may use in addition to the embeddings.
+        metrics: names of metrics from the table in ``docs/evaluation.md``. "recall_at_k" requests R@K for every K in
+            ``recall_at``, "recall_at_10" requests R@10 only.
+        kmeans_seed: random seed of the k-means clustering that ``nmi`` and ``ami`` need. All attributes that begin with
+            ``kmeans_`` configure this clustering.
+        device: the device that computes similarities. "auto" uses a GPU if available, None the device that holds the
             embeddings.
-        shortlist: None ranks the whole gallery. A number N ranks only N gallery items per query, preselected by a
-            cheaper distance. Only models whose distance offers such a preselection, as AVSL's does, allow a number.
+        shortlist: None ranks the whole gallery. With a number N, a cheaper distance selects the N gallery items per
+            query to rank. Only models whose distance can select items, such as AVSL, accept a number.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT
@@ -65,7 +65,7 @@ class EvaluationSpec:
             )
 
     def device_for(self, rows: Tensor) -> torch.device:
-        """Return the device that searches the embeddings ``rows``."""
+        """Return the device on which the embeddings ``rows`` are searched."""
         device = rows.device if self.device is None else select_device(self.device)
         if device.type == "cuda" and device.index is None:  # tensors name theirs, and cuda is not equal to cuda:0
             return torch.device("cuda", torch.cuda.current_device())
@@ -73,12 +73,12 @@ class EvaluationSpec:
 
     @property
     def search(self) -> str:
-        """Description of the search that is stored with results: "exact", or "shortlist@N"."""
+        """The text that describes the search in stored results: "exact" or "shortlist@N"."""
         return "exact" if self.shortlist is None else f"{_SHORTLIST}{self.shortlist}"
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """The requested scores: one per metric and K, in the order of the metrics table."""
+        """The scores that ``metrics`` and ``recall_at`` request, in the order of the metrics table."""
         return scores_of(self.metrics, self.recall_at)
 
     @property
@@ -89,7 +89,7 @@ class EvaluationSpec:
 
     @property
     def kmeans(self) -> str:
-        """Description of the k-means clustering behind nmi and ami that is stored with results."""
+        """The text that describes the k-means clustering of ``nmi`` and ``ami`` in stored results."""
         return str(self.kmeans_settings)
 
     def replaced(self, **changes: Any) -> "EvaluationSpec":

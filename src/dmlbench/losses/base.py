@@ -33,7 +33,7 @@ class BatchLabels:
 
 
 class WholeBatchLoss(nn.Module, ABC):
-    """Base class of losses that compare the whole batch and work without miners; subclasses implement ``of_batch``."""
+    """Base class of losses that compare all images of a batch and need no miner. Subclasses implement ``of_batch``."""
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
         if indices_tuple is not None:
@@ -42,7 +42,7 @@ class WholeBatchLoss(nn.Module, ABC):
 
     @abstractmethod
     def of_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a batch with embeddings [B, D] and labels [B], a scalar."""
+        """Return the loss of a batch, a scalar, from its ``embeddings`` [B, D] and ``labels`` [B]."""
 
 
 class Counters(nn.Module):

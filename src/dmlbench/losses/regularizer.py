@@ -15,12 +15,12 @@ class Regularizer(nn.Module):
     """Base class of regularizers: terms that are added to the loss. Subclasses implement ``forward``.
 
     Attributes:
-        requires: names of the side outputs that ``forward`` reads. A run whose pooling does not provide them raises an
-            error before it trains.
+        requires: names of the side outputs that ``forward`` reads. If the pooling does not provide them, the run raises
+            an error before it trains.
         weight: weight (lambda) of the regularizer in the objective.
-        num_classes: number of classes if the regularizer has parameters per class; else None.
-        of_head: settings that the head must have too, by name and with equal values, such as a curvature.
-        key_momentum: decay of the momentum encoder (EMA) that makes the side output "keys"; None if the regularizer
+        num_classes: number of classes if the regularizer has parameters for each class; else None.
+        of_head: settings, by name, that must have the same values in the head, such as ``curvature``.
+        key_momentum: decay of the momentum encoder (EMA) that computes the side output "keys"; None if the regularizer
             does not need "keys".
     """
 
@@ -38,13 +38,13 @@ class Regularizer(nn.Module):
         return {}
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
-        """Compute the value of the regularizer for a training batch, a scalar.
+        """Compute the value of the regularizer, a scalar, for a training batch.
 
         Args:
-            output: embeddings [B, D] in float32, and side outputs that include all names in ``requires``.
-            labels: class of each image [B]. The tensor is on the CPU if the regularizer's class sets
-                ``labels_on_host = True``, else on the device.
-            dml_loss: the configured loss, a function of embeddings and labels. Some regularizers apply it to embeddings
-                that they compute themselves.
+            output: float32 embeddings [B, D], and at least the side outputs that ``requires`` names.
+            labels: class of each image [B]. The tensor is on the CPU if your class sets ``labels_on_host = True``, else
+                on the training device.
+            dml_loss: the configured loss, a function of embeddings and labels. A regularizer can apply it to further
+                embeddings that it computes.
         """
         raise NotImplementedError

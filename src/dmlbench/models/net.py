@@ -210,17 +210,17 @@ class PooledModel(MetricModel):
 
 
 class LevelsHead(Head):
-    """Base class of heads that read the maps of several backbone stages (levels), as AVSL does.
+    """Base class of heads that read the feature maps of several backbone stages (levels), such as AVSL.
 
     Subclasses implement ``forward`` and ``embedding_size``.
     """
 
     def forward(self, maps: Sequence[Tensor], pooling: Pooling | None) -> ModelOutput:
-        """Compute embeddings from the maps of all levels.
+        """Compute embeddings from the feature maps of all levels.
 
         Args:
-            maps: one map [B, C_l, H_l, W_l] per level l, from the lowest level to the top level (the last map).
-            pooling: the configured pooling; None for ``pooling=null``.
+            maps: one feature map [B, C_l, H_l, W_l] per level l, from the lowest level to the top level.
+            pooling: the pooling selected by ``pooling=``; None for ``pooling=null``.
 
         Returns:
             The embeddings [B, D] and the side outputs of the top level.

@@ -64,20 +64,20 @@ def distance_of_gaussians(a: Gaussian, b: Gaussian, *, by_squares: bool = False)
 
 
 def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_eig") -> float:
-    """Compute the squared Fréchet distance between two sets of features, as used for FID.
+    """Compute the squared Fréchet distance between two sets of features, as FID does.
 
-    Each set is described by a Gaussian with the mean and the unbiased covariance of the set.
+    Each set is modeled as a Gaussian with the mean and the unbiased covariance of the set.
 
     Args:
-        a: the first set: features of images, or class means of features, [n, d] with n >= 2.
+        a: the first set [n, d] with n >= 2. A row is the feature vector of an image or the mean of a class.
         b: the second set, [m, d] with m >= 2.
-        variant: how to compute the matrix root. "exact_eig" uses singular values of factors of the covariances.
-            "oodml" does the same, but adds 1e-8 to the diagonals under the root, as ooDML's public code does; the
-            distance of two equal sets is then slightly below 0. "pytorch_fid" uses scipy's matrix root of the product
-            of the covariances, and adds 1e-6 to their diagonals if that root is not finite.
+        variant: how to compute the root of the product of the covariances. "exact_eig" uses singular values of factors
+            of the covariances. "oodml" also adds 1e-8 to the diagonals under the root, like ooDML's public code, so the
+            distance of two equal sets is slightly below 0. "pytorch_fid" uses scipy's matrix root, and adds 1e-6 to the
+            diagonals if that root is not finite.
 
     Raises:
-        DataError: the sets have different d, one has fewer than two rows, or a number is not finite.
+        DataError: d differs between the sets, a set has fewer than two rows, or a number is not finite.
 
     Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium",
         NeurIPS 2017; T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric

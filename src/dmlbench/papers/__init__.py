@@ -39,10 +39,10 @@ class PaperTable:
     Attributes:
         name: name of the table, such as "gsp/table2".
         about: what the table compares.
-        place: the section of the paper that the table belongs to, or where its numbers were found.
-        unit: unit of its scores: "percent", "ms", or "FID".
-        numbers: which runs the paper took means and standard deviations over, as far as the paper says.
-        note: doubtful or missing numbers, and other remarks; may be empty.
+        place: the section of the paper that contains the table, or the source of its numbers.
+        unit: unit of the scores: "percent", "ms", or "FID".
+        numbers: how the paper computed a score from its runs, as far as it says: for example, "the best of 3 runs".
+        note: remarks, such as which numbers are doubtful or missing. May be empty.
     """
 
     name: str
@@ -57,26 +57,27 @@ class PaperTable:
 class PaperScore:
     """One score of a paper's table.
 
-    Its position in the table is given by the row, the metric and the column. The attributes ``setting``, ``dataset``,
-    ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together identify the column. A string is empty if the
-    paper does not state the value.
+    ``row``, ``metric`` and the column locate the score in the table. ``setting``, ``dataset``, ``backbone``,
+    ``embedding_size``, ``protocol`` and ``kind`` together identify the column. A text attribute is empty if the paper
+    does not state its value.
 
     Attributes:
-        row: the paper's label of the row, with its citation. The label of a group of rows comes first: row "GSP" of
-            group "C2+" is "C2+GSP".
-        setting: what distinguishes the column, besides the other attributes.
-        dataset: name of the data set, as in ``dataset=``.
-        backbone: name of the backbone, as in ``backbone=``.
-        embedding_size: number of dimensions of the ranked embedding. For concatenated embeddings it counts the
-            dimensions of all models together.
-        protocol: name of the protocol, as in ``protocol=``. "oodml" means the splits of the ooDML paper.
-        kind: "separated" (mean of the scores of the models of all folds) or "concatenated" (score of their concatenated
+        row: the paper's label of the row, with its citation. The label of a row's group comes first: row "GSP" of group
+            "C2+" is "C2+GSP".
+        setting: further text that identifies the column, such as "split 3".
+        dataset: the data set, as named in ``dataset=``.
+        backbone: the backbone, as named in ``backbone=``.
+        embedding_size: number of dimensions of the ranked embedding. For concatenated embeddings, the sum over all
+            models.
+        protocol: the protocol, as named in ``protocol=``. "oodml" means the splits of the ooDML paper.
+        kind: "separated" (mean score of the models of all folds) or "concatenated" (score of their concatenated
             embeddings).
-        metric: name of the metric, as in tables of results.
-        mean: the digits as the paper prints them, in the unit of the table.
+        metric: name of the metric, as tables of results print it.
+        mean: the score with the digits that the paper prints, in the table's unit.
         std: the printed standard deviation; None if the paper prints none.
-        origin: who ran it: "own" (the authors of the paper), "quoted" (copied from another paper) or "unknown".
-        note: misprints and doubts about the score, and missing information.
+        origin: who produced the score: "own" (the authors of the paper), "quoted" (copied from another paper) or
+            "unknown".
+        note: remarks on the score, such as a misprint, a doubt or missing information.
     """
 
     row: str
@@ -94,7 +95,7 @@ class PaperScore:
 
 
 def tables() -> tuple[str, ...]:
-    """Return the names of all tables, grouped by paper: "gsp/table1", "gsp/table2", ..."""
+    """Return the names of all published tables in dmlbench, grouped by paper: "gsp/table1", "gsp/table2", ..."""
     return tuple(_index())
 
 
@@ -107,7 +108,7 @@ def describe_table(name: str) -> PaperTable:
 
 @cache
 def load_table(name: str) -> tuple[PaperScore, ...]:
-    """Return the scores of the table ``name``, in the order of the paper."""
+    """Return the scores of the table ``name``, in the order in which the paper prints them."""
     describe_table(name)
     return tuple(_score(line) for line in _lines(_folder().joinpath(f"{name}.csv")))
 

@@ -48,29 +48,30 @@ def collections(
     distances: ModelDistances | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
-    """Score all collections of a config. A collection takes one run (repeat) of each fold.
+    """Score all collections of a config. A collection consists of one run from each fold.
 
-    A separated score of a collection is the mean of its runs' scores. A concatenated score ranks the gallery by the
-    concatenated embeddings of the runs: by the sum over folds of the exact similarities (or of ``distances``). Ties are
-    ordered by gallery index.
+    The separated score of a collection is the mean of its runs' scores. For the concatenated score, the embeddings of
+    its runs are concatenated: the gallery is ranked by the sum over folds of the exact similarities (or of
+    ``distances``). If gallery items tie, the lower index comes first.
 
     Args:
-        members: query embeddings [Q, D] of all runs; ``members[fold][repeat]`` is one run. D and the number of repeats
-            may differ between folds.
-        galleries: gallery embeddings of the same runs, indexed like ``members``. None: each query is searched among the
+        members: query embeddings [Q, D] of all runs; ``members[fold][repeat]`` belongs to one run. D and the number of
+            repeats may differ between folds.
+        galleries: gallery embeddings of the same runs, indexed like ``members``. None: the gallery of a query is all
             other queries.
         scores: known scores of the runs as fractions: ``scores[fold][repeat][name]``. None computes them.
-        metrics: names of ranking metrics for the concatenated embeddings. The list may be empty if ``scores`` is given.
-        recall_at: the values of K for every metric whose name ends in ``_at_k``.
-        tile_bytes: limit of the memory in addition to the embeddings and the scores of single queries, in bytes.
-        device: the device that computes similarities; None: the device of the embeddings.
-        distances: the distance of each run, indexed like ``members``. None: the Euclidean distance of unit vectors.
+        metrics: names of ranking metrics for concatenated embeddings. May be empty if ``scores`` is given.
+        recall_at: the values of K for metrics such as ``recall_at_k``.
+        tile_bytes: how many bytes of memory to use in addition to the embeddings and the scores of single queries.
+        device: the device that computes similarities. None uses the embeddings' device.
+        distances: the distance by which each run compares embeddings, indexed like ``members``. None: the Euclidean
+            distance of unit vectors.
         progress: whether to show a progress bar.
 
     Returns:
-        A table with one row per collection; the repeat of the last fold changes fastest. The columns ``repeat_fold0``,
-        ``repeat_fold1``, ... name the runs of the collection. The columns ``separated_<score>`` (every score that all
-        runs have) and ``concatenated_<score>`` hold fractions.
+        A table with one row per collection. The columns ``repeat_fold0``, ``repeat_fold1``, ... hold the repeat chosen
+        from each fold; from row to row, the repeat of the last fold changes fastest. The columns ``separated_<score>``
+        (every score that all runs have) and ``concatenated_<score>`` hold the scores as fractions.
     """
     _check_members(members, galleries)
     for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
@@ -118,8 +119,9 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
 
     Fold f of F has n_f repeats, whose scores have mean m_f and sample variance s_f^2. The center of the interval is the
     mean of the m_f. Its half width is t sqrt(sum_f s_f^2 / n_f) / F, where t is the quantile of Student's t
-    distribution with sum_f (n_f - 1) degrees of freedom. With n repeats in every fold, these are F (n - 1) degrees of
-    freedom and the half width t sqrt(sum_f s_f^2) / (F sqrt(n)). The interval covers other seeds, not other folds.
+    distribution with sum_f (n_f - 1) degrees of freedom. If every fold has n repeats, the half width is t sqrt(sum_f
+    s_f^2) / (F sqrt(n)), with F (n - 1) degrees of freedom. The interval covers the variation between seeds, but not
+    between folds.
 
     Args:
         scores: scores of the runs: ``scores[fold][repeat]``.
@@ -177,17 +179,17 @@ def _check_same_images(members: ModelEmbeddings, name: str) -> None:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean scores of two configs as fractions, their difference, and its confidence interval.
+    """Mean scores of two configs, their difference and its confidence interval, all as fractions.
 
     Attributes:
-        first: mean score of the first config: the mean over folds of the mean over repeats.
+        first: mean score of the first config: the mean over repeats in each fold, then the mean over folds.
         second: mean score of the second config, computed in the same way.
         difference: ``second - first``.
         interval: confidence interval (low, high) of the difference; None if there are too few pairs.
         p_value: p-value of the two-sided t test that the difference is 0; None if there is no interval.
         n_pairs: number of pairs, equal to the number of runs of each config.
-        over: the source of variation that the interval covers: "repeats within folds" (seeds), or "folds" (training
-            classes and seeds) if every fold has a single pair.
+        over: the variation that the interval accounts for: "repeats within folds" (seeds), or "folds" (training classes
+            and seeds) if every fold has a single pair.
     """
 
     first: float
@@ -202,15 +204,15 @@ class PairedDifference:
 def paired_difference(
     first: Mapping[Coordinates, float], second: Mapping[Coordinates, float], *, level: float = 0.95
 ) -> PairedDifference:
-    """Compare the scores of two configs, paired by fold and repeat.
+    """Compare two configs by the scores of their runs, paired by fold and repeat.
 
-    Runs of the same fold and repeat share seed and training classes. The effects of both cancel in the difference
-    d = second - first of a pair. The interval is ``confidence_interval`` of these differences. If each of the F folds
-    has a single pair, it is the t interval over the F differences, with F - 1 degrees of freedom. Collections (one run
-    per fold) share runs, so an interval over collections would be too narrow.
+    Two runs of the same fold and repeat share seed and training classes, so the effects of both cancel in their
+    difference d = second - first. ``confidence_interval`` computes the interval from these differences. If each of the
+    F folds has a single pair, the interval is the t interval over the F differences, with F - 1 degrees of freedom.
+    Collections (one run per fold) would give too narrow an interval, because they share runs.
 
     Args:
-        first: scores of the first config's runs. The key is the pair (fold, repeat) of a run.
+        first: scores of the first config's runs, by (fold, repeat).
         second: scores of the second config's runs, with the same keys.
         level: coverage of the interval, in (0, 1).
     """

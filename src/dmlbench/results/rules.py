@@ -141,9 +141,9 @@ class ConfigRuns:
 
 
 class AggregationRule(Protocol):
-    """Interface of aggregation rules, which turn the runs of a config into one summary.
+    """Interface of aggregation rules, which compute the scores of a config from its runs.
 
-    A rule sets ``one_test_set = False`` if folds have different test sets.
+    Set ``one_test_set = False`` if folds have different test sets, so that their sizes may differ.
     """
 
     @property
@@ -151,15 +151,15 @@ class AggregationRule(Protocol):
 
     @property
     def spread(self) -> str:
-        """What the standard deviations are taken over, such as "repeats"; tables print this text."""
+        """Text for tables that says over what standard deviations are computed, such as "repeats"."""
         ...
 
     def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
-        """Summarize the runs of a config in a dictionary, which ``aggregate.json`` stores.
+        """Summarize the runs of a config in a dictionary, which is saved in ``aggregate.json``.
 
-        ``summary["scores"][kind][score]`` holds the ``mean`` and ``std`` of a score; a kind is, for example,
-        "separated". ``summary["raw"][run][score]`` holds the score of a single run, named by fold and repeat
-        ("fold0_rep0"). A rule may add further keys.
+        ``summary["scores"][kind][score]`` holds the ``mean`` and ``std`` of a score; an example of a kind is
+        "separated". ``summary["raw"][run][score]`` holds the score of a single run, such as "fold0_rep0". A rule may
+        add further keys.
         """
         ...
 

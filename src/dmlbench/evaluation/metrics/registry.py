@@ -25,17 +25,18 @@ ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performan
 
 @dataclass(frozen=True)
 class Metric:
-    """Definition of a metric: an entry of ``TABLE``.
+    """Definition of a metric. ``TABLE`` contains all metrics.
 
     Attributes:
         name: name of the metric in configurations. A name that ends in ``_at_k`` has a parameter K.
         label: name of the metric in printed tables; ``{k}`` stands for the value of K.
-        formula: description of the computation, for the documentation.
+        formula: text that describes the computation in the documentation.
         source: the paper or code that defines the metric.
         reads: the data that ``score`` gets: "nearest" (the nearest items of each query), "ranking" (the whole ranking
-            of each query), "clusters" (k-means clusters of the set) or "distances" (between images of the set).
-        score: function of the data that ``reads`` names, and of K. It returns the scores of the queries [Q], or one
-            score of the whole set.
+            of each query), "clusters" (k-means clusters of the set) or "distances" (distances between images of the
+            set).
+        score: function that computes the metric from the data that ``reads`` names and from K. It returns one score per
+            query [Q], or one score for the whole set.
         places: how many nearest items of a query the metric needs: "K", "R" (the number of positives of the query), or
             a number.
         better: "higher" if higher scores are better; None if the metric has no direction.
@@ -58,7 +59,7 @@ class Metric:
 
     @property
     def is_of_queries(self) -> bool:
-        """Whether the metric scores each query; other metrics, such as nmi, give one score for the whole set."""
+        """Whether the metric gives one score per query. Others, such as ``nmi``, give one score for the whole set."""
         return self.reads in ("nearest", "ranking")
 
 

@@ -10,65 +10,66 @@ from dmlbench.types import ConfigError, ModelOutput
 
 Variant = Literal["official", "paper"]
 Pooled = ModelOutput
-"""What a pooling returns: ``Pooled(embedding)``, or ``Pooled(embedding, {"weights": weights})`` with side outputs.
+"""Output of a pooling: ``Pooled(embedding)``, or ``Pooled(embedding, {"weights": weights})`` with side outputs.
 
-The embeddings [B, D] are not normalized. ``ModelOutput`` lists the side outputs.
+The embeddings [B, D] are not normalized. ``ModelOutput`` describes the side outputs.
 """
 
 
 class Pooling(nn.Module):
-    """Base class of poolings, which turn maps [B, C, H, W] into embeddings [B, D]; subclasses implement ``forward``.
+    """Base class of poolings, which turn feature maps [B, C, H, W] into embeddings [B, D].
+
+    Subclasses implement ``forward``.
 
     ``forward`` also gets the linear projection from C to D channels, because a pooling may project before or after it
     pools. Each training step calls ``forward``, then ``observe``, then the loss. Only ``observe`` may change the
     pooling's state.
 
     Attributes:
-        provides: names of the side outputs that ``forward`` returns. Poolings with prototypes return no side
-            outputs until their prototypes are initialized (see ``started``).
+        provides: names of the side outputs that ``forward`` returns. GSP returns some of them only after its prototypes
+            are initialized.
         needs: the input that the pooling expects. "map" (the default) is the last feature map of the backbone. "native"
-            is the output of the pooling that the backbone was pretrained with (such as its class token), a 1 x 1 map.
+            is the output of the pooling that the backbone was pretrained with, such as its class token, as a 1 x 1 map.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[Literal["map", "native"]] = "map"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        """Pool the maps x [B, C, H, W], which may have any memory format and floating-point type."""
+        """Pool the feature maps ``x`` [B, C, H, W]. Any memory format and floating-point type is allowed."""
         raise NotImplementedError
 
     def observe(self, pooled: Pooled, *, step: int) -> None:
-        """Update the pooling's state with its output for a training batch; ``step`` counts from 1."""
+        """Update the state of the pooling with ``pooled``, its output for a training batch. ``step`` counts from 1."""
 
     def contributions(self, x: Tensor, project: Projection) -> Tensor | None:
-        """Return how much each location of the map contributes to the embedding, as shares [B, H, W] that sum to 1 per
-        image.
+        """Return how much each map location contributes to the embedding: shares [B, H, W], with sum 1 per image.
 
-        None means that the pooling does not define such shares.
+        Returns None if the pooling does not define such shares.
         """
         return self(x, project).side.get("weights")
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor | None:
-        """Return the index of the dominant prototype at each location, [B, H, W].
+        """Return the index of the dominant prototype at each map location, [B, H, W].
 
-        None means that the pooling has no prototypes, or that they have not started yet.
+        Returns None if the pooling has no prototypes, or if they are not initialized yet.
         """
         return None
 
     @property
     def started(self) -> bool:
-        """Whether the pooling is in its final form.
+        """Whether the pooling already works in its final form.
 
-        GSP poolings, for example, work as average pooling without side outputs until their prototypes are initialized.
+        For example, ``pooling=gsp`` averages the map until its prototypes are initialized.
         """
         return True
 
     def input_width(self, embedding_size: int) -> int:
-        """Return the number of outputs that the projection must have, so that embeddings have ``embedding_size``."""
+        """Return how many outputs the projection needs so that embeddings have ``embedding_size`` dimensions."""
         return embedding_size
 
     def output_width(self, projected_size: int) -> int:
-        """Return the dimensions of the embedding if the projection has ``projected_size`` outputs."""
+        """Return how many dimensions embeddings have if the projection has ``projected_size`` outputs."""
         return projected_size
 
 
