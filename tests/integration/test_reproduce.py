@@ -247,12 +247,6 @@ def test_a_dry_run_fails_where_something_is_missing(folder: Path, capsys) -> Non
     last = error.splitlines()[-1]
     assert last.startswith("dmlbench: error: 2 of 2 runs cannot start: fit.max_steps: got -1")
     assert "weights file 'gone.pth' is not there" in last and last.endswith("(C2+GAP, C2+DeLF)")
-    both = "dataset=cub200 backbone=resnet20_small fit.max_steps=1 backbone.weights_file=gone.pth"
-    _with_rows(folder, {"C2+GAP": both})
-    out, error = reproduce(capsys, *line, code=1)
-    assert "time unknown: data and weights missing" in out
-    assert "CUB-200-2011 cannot be found" in error and "weights file 'gone.pth' is not there" in error
-    _with_rows(folder, {"C2+GAP": gone, "C2+DeLF": f"{gone} pooling=gmp", "C2+GMP": f"{small} fit.max_steps=-1"})
     _, error = reproduce(capsys, *line, "rows=C2+GAP", "paths.output_dir=file/out", code=1)
     assert "paths.output_dir: got file/out, but " in error.splitlines()[-1]
     out, _ = reproduce(capsys, *line, "rows=C2+GAP", "hydra/launcher=submitit_slurm")
