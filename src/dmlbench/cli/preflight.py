@@ -60,7 +60,7 @@ def check_sweep(line: CommandLine) -> None:
             first = settings[configs[0].sha256]
             coordinates = {key: _numbers(key, jobs) or [first[key]] for key in COORDINATES}
             folds, num_folds = coordinates["fold"], min(config.num_folds for config in configs)
-            if unknown := [fold for fold in folds if fold >= num_folds]:
+            if unknown := [str(fold) for fold in folds if fold >= num_folds]:
                 failures.append(
                     f"fold: got {shorten(unknown)}, expected 0 to {num_folds - 1}, the folds of the protocol."
                 )
