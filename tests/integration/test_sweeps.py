@@ -103,6 +103,8 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=1)
     reason = "fold: got 9, expected 0 to 3, the folds of the protocol."
     assert error.splitlines()[-1] == f"dmlbench: error: 1 config cannot be run: {reason}"
+    protocols = command("train", "-m", *TINY, "protocol=mlrc,conventional", "fold=0,3", "--dry-run")
+    assert "2 configs, 3 runs: " in protocols and "not planned" not in protocols  # fold 3 is one of mlrc's alone
     error = command("train", *TINY, "protocol=two_stage", "protocol.stage=2", "--dry-run", code=1)
     assert "run stage 1 first: out/glyphs/two_stage/" in error
 

@@ -59,12 +59,13 @@ def check_sweep(line: CommandLine) -> None:
                 raise ConfigError(failures[0])
             first = settings[configs[0].sha256]
             coordinates = {key: _numbers(key, jobs) or [first[key]] for key in COORDINATES}
-            folds, num_folds = coordinates["fold"], min(config.num_folds for config in configs)
-            if unknown := [str(fold) for fold in folds if fold >= num_folds]:
-                failures.append(
-                    f"fold: got {shorten(unknown)}, expected 0 to {num_folds - 1}, the folds of the protocol."
-                )
-                coordinates["fold"] = [fold for fold in folds if fold < num_folds]
+            num_folds = max(config.num_folds for config in configs)
+            for fold in tuple(coordinates["fold"]):
+                try:
+                    check_fold(fold, num_folds)
+                except ConfigError as error:
+                    failures.append(str(error))
+                    coordinates["fold"].remove(fold)
             output_dir = first["paths"]["output_dir"]
             plan = make_plan(configs, composer({}, is_checked=False), output_dir, coordinates)
         requested = {config.sha256 for config in configs}

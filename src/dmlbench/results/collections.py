@@ -186,7 +186,7 @@ class PairedDifference:
         second: mean score of the second config, computed in the same way.
         difference: ``second - first``.
         interval: confidence interval (low, high) of the difference; None if there are too few pairs.
-        p_value: p-value of the two-sided t test that the difference is 0; None if there is no interval.
+        p_value: p-value of the two-sided t test that the difference is 0; None without an interval.
         n_pairs: number of pairs, equal to the number of runs of each config.
         over: the variation that the interval accounts for: "repeats within folds" (seeds), or "folds" (training classes
             and seeds) if every fold has a single pair.
