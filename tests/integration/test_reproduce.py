@@ -303,6 +303,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
         (["gsp/table2", "gsp/table3"], "name the table once"),
         (["-m", "gsp/table2"], "Leave -m out."),
         (["mine", "rows=a"], "mine has no rows by name"),
+        (["tuned", "--dry-run"], "recipe=tuned does not exist: tuned is not tuned yet. Add tune=true"),
         (["gsp/table2", "tune=maybe"], "tune: got maybe, expected true or false."),
         (["gsp/table2", "fold=a"], "fold[0]: got a, expected a whole number."),
         (["gsp/table2", *HALF, "fit.max_step=1"], "has no key 'fit.max_step': did you mean 'fit.max_steps'"),

@@ -88,7 +88,19 @@ def _reproduce(
         with composing(tuned):  # now with the recipe
             run_table(args, table, shard, given, launching, tuned)
     else:
+        _check_tuned(table, folders, Path(args.paths.output_dir))
         run_table(args, table, shard, given, launching, config_dir)
+
+
+def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> None:
+    """Rows by the recipe that tune=true writes need that recipe."""
+    name = table.reproduce.get("search")
+    used = any(f"recipe={name}" in row.overrides for row in table.rows)
+    if not used or any((folder / "recipe" / f"{name}.yaml").is_file() for folder in folders):
+        return
+    if (tuned := output_dir / "tuning" / name / "recipe" / f"{name}.yaml").is_file():
+        raise ConfigError(f"recipe={name} is not in the config folders, but {tuned} exists. Add tune=true to use it.")
+    raise ConfigError(f"recipe={name} does not exist: {table.name} is not tuned yet. Add tune=true to tune it first.")
 
 
 def _print_list(folders: Sequence[Path]) -> None:
