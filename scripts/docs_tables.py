@@ -33,8 +33,8 @@ MARKED = re.compile(r"^<!-- (table|api): (\S+) -->\n.*?^<!-- end -->$", flags=re
 _KEY = re.compile(r"([A-Z][a-z]+): (.+)")
 _OPTION_SET = re.compile(r"`[^`]*`|(?<![\w`/<=-])((?:[a-z_]+[.@])*[a-z_]+=[\w.,*\[\]'{}$:/<>-]*[\w\]'}>])")
 _CODE = re.compile("(`[^`]*`)")
-_KEY_LINE = re.compile(r"( *)([a-z]\w*):(?: +(.+?))??(?: +# *(.+))?")
-_FIXED = re.compile(r"(?:distance|reducer): .*|\w+: \$\{(?:runtime|head)\..*")
+_KEY_LINE = re.compile(r"( *)([A-Za-z]\w*):(?: +(.+?))??(?: +# *(.+))?")
+_FIXED = re.compile(r"(?:distance|reducer): .*|\w+: \$\{(?:runtime|head|pooling)\..*")
 """Keys that a table leaves out: parts of a loss's definition, and sizes that follow from other groups."""
 
 
@@ -116,7 +116,7 @@ def _keys(option: str) -> list[list[str]]:
     parents: list[str] = []
     rows = []
     for line in (ROOT / f"conf/{option}.yaml").read_text(encoding="utf-8").splitlines():
-        if not (found := _KEY_LINE.fullmatch(line)) or _FIXED.fullmatch(line):
+        if not (found := _KEY_LINE.fullmatch(line)) or _FIXED.fullmatch(line.strip()):
             continue
         indent, key, default, meaning = found.groups()
         parents = [*parents[: len(indent) // 2], key]

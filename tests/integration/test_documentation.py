@@ -313,7 +313,7 @@ LEFT_OUT = {"_target_", "distance", "reducer"}
 
 def _keys(node: dict[str, Any], prefix: str) -> Iterator[str]:
     for key, value in node.items():
-        if key in LEFT_OUT or key == "defaults" or re.match(r"\$\{(runtime|head)\.", str(value)):
+        if key in LEFT_OUT or key == "defaults" or re.match(r"\$\{(runtime|head|pooling)\.", str(value)):
             continue
         if isinstance(value, dict) and "_target_" in value:
             yield from _keys(value, f"{prefix}{key}.")
@@ -321,7 +321,7 @@ def _keys(node: dict[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-@pytest.mark.parametrize("group", ["loss", "pooling"])
+@pytest.mark.parametrize("group", ["loss", "pooling", "miner", "regularizer", "schedule"])
 def test_the_table_of_a_folder_has_all_keys_of_all_its_options(repository, tables, group) -> None:
     expected = []
     for file in sorted((repository / "conf" / group).glob("*.yaml")):
