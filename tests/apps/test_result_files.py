@@ -202,3 +202,19 @@ def test_aggregate_leaves_out_the_trials_of_searches_unless_they_are_asked_for(t
     error = command("aggregate", f"paths.output_dir={tmp_path}", code=1)
     assert "no config is complete: " in error and "hpo" not in error.splitlines()[-1]
     assert "glyphs/hpo/gap" in command("aggregate", f"paths.output_dir={tmp_path}", "configs=*/hpo/*", code=1)
+
+
+def test_status_names_the_settings_of_configs_that_differ_in_them_alone(tmp_path: Path, capsys) -> None:
+    mlrc = tmp_path / "glyphs" / "mlrc"
+    write_run(mlrc / "net-gap-1a" / "fold0_rep0", "optim: {lr: 0.1}\nloss: {margin: 1}\n")
+    write_run(mlrc / "net-gap-2b" / "fold0_rep0", "optim: {lr: 0.2}\nloss: {margin: 1}\n")
+    (write_run(mlrc / "net-gap-3c" / "fold0_rep0") / "config.yaml").write_text("a: [")
+    write_run(mlrc / "net-gsp-4d" / "fold0_rep0", "optim: {lr: 0.3}\n")
+    simple_commands.status(arguments("status", f"paths.output_dir={tmp_path}"))
+    assert capsys.readouterr().out.splitlines() == [
+        f"{mlrc}/net-gap-1a (optim.lr=0.1): 1 done",
+        f"{mlrc}/net-gap-2b (optim.lr=0.2): 1 done",
+        f"{mlrc}/net-gap-3c: 1 done",
+        f"{mlrc}/net-gsp-4d: 1 done",
+        "4 runs: 4 done, 0 running, 0 failed, 0 interrupted",
+    ]

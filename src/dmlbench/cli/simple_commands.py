@@ -3,11 +3,13 @@
 Functions import what they need, so that an overview or a misspelt key does not wait for torch or matplotlib.
 """
 
+import contextlib
 import functools
 import importlib
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least,
 
 if TYPE_CHECKING:
     from dmlbench.apps.embeddings import Evaluated
+    from dmlbench.results.store import RunInfo
 
 OODML = {
     "splits": "exchange and remove classes for train-test splits of growing distance; a file for protocol=oodml",
@@ -39,6 +42,8 @@ _OODML_FUNCTIONS = {
     "structure": "structure.correlate",
 }
 """Functions of ``dmlbench.oodml`` from a configuration to the lines to print."""
+_MOST_SETTINGS = 4
+"""Differing settings that `status` lists for a config."""
 STUDIES = {
     "two_moons": "what the temperature does to the boundary of a softmax classifier (ProxyNCA++, figure 3)",
     "gsp_timing": "what GSP's transport costs, with both solvers (GSP, figures 7 left, 8 and 9)",
@@ -287,15 +292,40 @@ def status(args: Any) -> None:
         in_state = f" in state {' or '.join(wanted)}" if found else ""
         print(f"no run under {args.paths.output_dir} matches '{args.configs}'{in_state}")
         return
-    for path, members in runs_by_config(runs).items():
+    configs = runs_by_config(runs)
+    settings = _differing_settings(configs)
+    for path, members in configs.items():
         counts = Counter(found[run] for run in members)
-        print(f"{path}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
+        print(f"{path}{settings.get(path, '')}: " + ", ".join(f"{counts[state]} {state}" for state in sorted(counts)))
         for run in members:
             if found[run] != "done":
                 error = last_error(run.path) if found[run] == "failed" else ""
                 print(f"  {found[run]:<11} {run.path.name}" + (f": {error}" if error else ""))
     total = Counter[str](found[run] for run in runs)
     print(f"{counted(len(runs), 'run')}: " + ", ".join(f"{total[state]} {state}" for state in STATES))
+
+
+def _differing_settings(configs: Mapping[Path, Sequence["RunInfo"]]) -> dict[Path, str]:
+    """Where folders of configs differ only in their hash: the settings that differ, by folder, as " (key=value)"."""
+    from dmlbench.config import read_config
+    from dmlbench.identity import config_settings
+
+    alike = defaultdict(list)
+    for path in configs:
+        alike[str(path).rpartition("-")[0]].append(path)
+    found = {}
+    for paths in alike.values():
+        group: dict[Path, dict[str, Any]] = {}
+        for path in paths if len(paths) > 1 else ():
+            with contextlib.suppress(RunError):  # what cannot be read is listed without settings
+                group[path] = config_settings(read_config(configs[path][0].path / "config.yaml"))
+        keys = sorted({key for settings in group.values() for key in settings})
+        differing = [key for key in keys if len({repr(settings.get(key)) for settings in group.values()}) > 1]
+        for path, settings in group.items():
+            own = [f"{key}={settings[key]}" for key in differing if settings.get(key) is not None]
+            more = [f"{len(own) - _MOST_SETTINGS} more"] if len(own) > _MOST_SETTINGS else []
+            found[path] = f" ({', '.join(own[:_MOST_SETTINGS] + more)})" if own else ""
+    return found
 
 
 def clean(args: Any) -> None:
