@@ -228,6 +228,7 @@ def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, 
     (["pair=3,4", "num_nodes=9"], "num_nodes: got 9, expected 1 to 8"),
     ([], "give pair=<image>,<another> and one run"),
 ])  # fmt: skip
+@pytest.mark.fast_sample(4)
 def test_what_cannot_be_explained_is_refused(runs, tmp_path, monkeypatch, capsys, arguments, message) -> None:
     monkeypatch.chdir(tmp_path)
     assert explain(f"run={runs['avsl']}", *arguments) == 2

@@ -38,6 +38,8 @@ from dmlbench.runtime import generator
 from dmlbench.training.log import read_history
 from dmlbench.types import RunError
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     *("dataset=glyphs_collage", "dataset.table.num_classes=16", "dataset.table.images_per_class=6"),
     *("dataset.table.image_size=32", "transform=shift", "transform.train.padding=2", "backbone=resnet20_small"),

@@ -108,7 +108,7 @@ def test_every_option_is_in_one_row() -> None:
     assert sorted(rows) == sorted((group, option) for group in single for option in options(group))
 
 
-@pytest.mark.fast_sample(12)
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize("row", ROWS, ids=[" ".join(f"{g}={o}" for g, o in row.items()) for row in ROWS])
 def test_every_option_fits_its_target_spells_out_its_arguments_and_is_made(
     row: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +168,7 @@ def grid_of(option: str) -> dict[str, list[str]]:
     return {key: [f"{key}={value}" for value in values] for key, values in values_of.items()}
 
 
-@pytest.mark.fast_sample(10)
+@pytest.mark.fast_sample(5)
 @pytest.mark.parametrize("option", EXPERIMENTS)
 def test_every_experiment_composes(option: str) -> None:
     check(compose("train", [f"experiment={option}"]))  # a slow test has all configs of its grid

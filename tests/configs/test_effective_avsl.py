@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from dmlbench.checks import check
 from dmlbench.config import compose
 
+pytestmark = pytest.mark.slow
+
 BASELINE = ("backbone=resnet50", "pooling=gap_gmp", "head=linear")
 ROWS = {
     "ProxyAnchor-AVSL": (),

@@ -11,6 +11,8 @@ import pytest
 from effective import Effective, effective
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 HYP_VIT = ("experiment=hyp_vit/table1",)
 HIST = ("experiment=hist/table1",)
 HIER = ("experiment=hier/table1",)

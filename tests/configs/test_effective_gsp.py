@@ -15,6 +15,8 @@ from effective import Effective, effective
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.types import ImageTable
 
+pytestmark = pytest.mark.slow
+
 PROXIES = ("proxy_anchor", "proxy_nca_gsp")
 CLASSES = 16
 TRAIN, TEST = 3 * 600, 2 * 600

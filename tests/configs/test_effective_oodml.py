@@ -9,6 +9,8 @@ batchminer/distance.py and rho_distance.py. Epochs are those of OOD-Study_ZeroSh
 import pytest
 from effective import Effective, effective
 
+pytestmark = pytest.mark.slow
+
 RHO = "miner=rho_distance_weighted"
 
 

@@ -119,7 +119,7 @@ def test_gsp_on_libc_starts_and_pools_as_its_port() -> None:
     assert (paper.model.pooling.combine, paper.model.pooling.smoothing) == ("gmp", 0.5)
 
 
-@pytest.mark.fast_sample(3)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("method", [(), RANDOM], ids=["ProxyNCA++", "ProxyNCA"])
 @pytest.mark.parametrize(("dataset", "stage"), ROWS)
 def test_runs_train_as_the_public_code(dataset: str, stage: str, method: tuple[str, ...]) -> None:

@@ -59,6 +59,7 @@ def without_sampler(when: dict[str, Any]) -> dict[str, Any]:
     return {group: wanted for group, wanted in when.items() if group != "sampler"}
 
 
+@pytest.mark.fast_sample(6)
 @pytest.mark.parametrize("every", [407, pytest.param(37, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if combinations(name)])
 def test_what_a_recipe_covers_composes_to_its_values(recipe: str, every: int) -> None:
@@ -113,6 +114,7 @@ FAIR = {
 }
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", FAIR)
 def test_the_fair_setting_has_the_printed_values(loss: str, every: int) -> None:
@@ -188,6 +190,7 @@ def test_margins_of_oodml_start_where_its_miner_wants_them() -> None:
         assert (cfg.head.bias, cfg.backbone.batch_norm) == (True, "stats")
 
 
+@pytest.mark.slow
 def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
     base = ["recipe=oodml", "loss=margin_oodml", "backbone=resnet50"]
     for dataset, weight, hidden, interval in (("cars196", 0.2, 100, 10), ("sop", 0.02, 50, 200)):
@@ -210,6 +213,7 @@ def test_uniform_prior_and_s2sd_of_oodml_are_those_of_its_script() -> None:
         assert cfg.backbone.name == ("resnet101.tv_in1k" if dataset == "sop" else "resnet50.tv_in1k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "alpha", "rho", "queue", "weights"),
     [

@@ -39,6 +39,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
     return cfg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["layered_proxy_anchor", pytest.param("layered", marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -> None:
     whole = run_module.run(config(tmp_path / "whole", f"loss={loss}", "fit.keep=both"))

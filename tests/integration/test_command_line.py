@@ -184,12 +184,13 @@ def _wait_for_step(process: Process, folder: Path, step: int) -> bool:
 WITH_WORKERS = (*GSP, "num_workers=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "num_kills"),
     [
-        pytest.param(GSP, 3, id="gsp", marks=pytest.mark.slow),
-        pytest.param(PROXIES, 3, id="proxies", marks=pytest.mark.slow),
-        pytest.param(WITH_WORKERS, 3, id="gsp_with_workers", marks=pytest.mark.slow),
+        pytest.param(GSP, 3, id="gsp"),
+        pytest.param(PROXIES, 3, id="proxies"),
+        pytest.param(WITH_WORKERS, 3, id="gsp_with_workers"),
         pytest.param(GSP, 1, id="gsp_once"),
     ],
 )

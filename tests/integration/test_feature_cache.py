@@ -177,6 +177,7 @@ def test_a_closed_form_head_goes_with_every_order_of_pooling_and_projection(tmp_
     assert read_result(run(cfg))["stop_reason"] == "untrained"
 
 
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(
     "choices, message",
     [

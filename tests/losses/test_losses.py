@@ -375,6 +375,7 @@ def _name(overrides: list[str]) -> str:
     return overrides[0].removeprefix("loss=")
 
 
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize("overrides", OF_BOTH, ids=" ".join)
 def test_one_class_in_the_batch(overrides: list[str]) -> None:
     value, gradient = take(configured(overrides), batch_of(dtype=torch.float32), torch.zeros(11, dtype=torch.long))

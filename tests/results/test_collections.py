@@ -94,7 +94,7 @@ def ties(folds: Sequence[int], size: int, *, classes: int, gallery: bool) -> lis
     return result
 
 
-@pytest.mark.fast_sample(8)
+@pytest.mark.fast_sample(4)
 @pytest.mark.parametrize("folds", [(1, 1, 1, 1), (5,), (2, 1, 4), (4, 10)])
 @pytest.mark.parametrize("with_gallery", [False, True])
 def test_ties_and_every_number_of_folds_and_repeats_match_the_joined_rows(
