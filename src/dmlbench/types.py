@@ -79,15 +79,16 @@ class ImageTable:
         paths: path of each image [N], unique.
         labels: class id of each image [N], in [0, num_classes). Ids follow the published order of the classes.
         class_names: name of each class, in the order of the class ids.
-        role: role of each image [N]: "train", "test", "query" or "gallery". A "test" image has all other "test" images
-            as its gallery, a "query" image all "gallery" images.
+        role: role of each image [N]: "train", "test", "query" or "gallery". The gallery of a "test" image is all other
+            "test" images; the gallery of a "query" image is all "gallery" images.
         super_labels: id of the super-class of each image [N], if the data set has super-classes.
         pixels: all images in one array, [N, H, W] (grey) or [N, H, W, 3] (RGB), if the data set is held in memory.
-        fingerprint: digest of names, sizes, labels and roles. It stays the same if you move the data.
+        fingerprint: digest of the images' paths, sizes, labels and roles. It stays the same if you move the data set.
         layout: the folder layout that was found on disk, if the data set has several known layouts.
-        originals: known properties of the published images, such as their size, to detect changed images.
-        notes: differences from the published data, found in image counts and a sample of images; printed with every
-            result.
+        originals: known properties of the published images, such as their size. dmlbench uses them to detect changed
+            images.
+        notes: differences from the published data, such as other image counts or changed images in a sample. They are
+            printed with every result.
         published_queries: number of queries in the published test half; None if unknown.
     """
 
@@ -136,15 +137,15 @@ class Split:
     """The training, validation and test images of a run.
 
     Attributes:
-        name: names of data set, protocol and fold, for messages.
+        name: a label of the split for messages, such as "cub200 mlrc fold 0".
         fold: number of the fold; 0 if the protocol has no folds.
         train: row numbers of the training images in the ``ImageTable``.
         val: the validation images, used to stop early and to select weights. None if the protocol fixes the number of
             steps and selects no weights.
-        test: the test images. None if the protocol must not use the test half, such as ``protocol=hpo``.
+        test: the test images. None if the protocol must not use the test half, as with ``protocol=hpo``.
         val_is_test: whether the protocol selects weights on the test half. If True, every table warns about it.
-        facts: properties of the split by name, such as the distance between training and test classes. ``dmlbench table
-            facts=[...]`` shows them; ``result.json`` stores them.
+        facts: properties of the split by name, such as the distance between training and test classes. ``result.json``
+            stores them, and ``dmlbench table facts=[...]`` shows them.
     """
 
     name: str
@@ -168,15 +169,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Output of a model for a batch: embeddings, and side outputs, which are further tensors for regularizers.
+    """Output of a model for a batch: embeddings, and further tensors for regularizers, called side outputs.
 
     - "weights" [B, H, W]: the pooling weight of each map location.
     - "histogram" [B, m]: the share of each of m prototypes in an image; rows sum to 1.
     - "reconstruction" [B, D]: the sum of the prototypes, weighted by "histogram".
     - "pooled" [B, D]: the vector that "reconstruction" should match.
-    - "features" and "features_max" [B, C]: during training, the average and the maximum over the map that is pooled.
-    - "keys" [B, D]: embeddings of a second view of each image by a momentum encoder (EMA). The training loop adds them
-      if a regularizer requires them.
+    - "features" and "features_max" [B, C]: average and maximum of the feature map that enters the pooling; only during
+      training.
+    - "keys" [B, D]: embeddings of a second view of each image, computed by a momentum encoder (EMA). The training loop
+      adds them if a regularizer requires them.
 
     "histogram" and "reconstruction" are absent until the prototypes are initialized.
 

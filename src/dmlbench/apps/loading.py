@@ -287,8 +287,8 @@ class TrainedModel:
 
         Images may differ in size and mode. Each image is rotated as its EXIF tag says and converted to 8-bit RGB: a
         grey image gets three equal channels, and transparency is dropped. Then the run's evaluation transform resizes
-        and crops the image. Runs on small images of one size have no such transform: images of other sizes are then
-        resized to cover that size and center-cropped.
+        and crops the image. Runs on data sets of small images of one size have no such transform. For these runs,
+        ``embed`` resizes images of other sizes until they cover that size, and center-crops them.
 
         Args:
             images: one image, an iterable of images, or a stack. An image is a path, a Pillow image of any mode, a
@@ -328,9 +328,9 @@ class TrainedModel:
     def distance(self, a: Any, b: Any) -> Tensor:
         """Compute the distance of each embedding in ``a`` to each in ``b``. Returns [M, N], float32 on the CPU.
 
-        ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The model was
-        trained and evaluated with this distance: the Euclidean distance of the normalized embeddings, in [0, 2], or a
-        distance that the head defines, as in AVSL.
+        ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The distance is
+        the one that the model was trained and evaluated with. For most models, this is the Euclidean distance of the
+        normalized embeddings, in [0, 2]. Some heads, such as AVSL, define their own distance.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
@@ -351,21 +351,21 @@ def load(
 ) -> TrainedModel:
     """Load a trained model from a run directory or exported folder; no data set is needed.
 
-    The function imports Python code only from ``sys.path`` and the folder that contains ``config_dir``, never from
-    folders that the run's configuration names.
+    The function imports Python code only from ``sys.path`` and from the folder that contains ``config_dir``. It ignores
+    all folders in the run's configuration when it imports code.
 
     Args:
         path: the run directory, or a folder written by ``dmlbench export``.
         device: device of the network: ``auto`` (a GPU if available), ``cpu`` or ``cuda[:N]``.
-        modules: names of your own packages whose classes an exported folder may use. The classes of dmlbench are always
-            allowed. A run directory may use any class.
+        modules: names of your own packages. An exported folder may use only classes from these packages and from
+            dmlbench. A run directory may use any class.
         config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Raises:
-        RunError: ``path`` is neither a run directory nor an exported folder; or its files are incomplete, damaged, or
+        RunError: ``path`` is neither a run directory nor an exported folder, or its files are incomplete, damaged, or
             from an incompatible version of dmlbench.
-        ConfigError: the device is unknown, a module is not found, or an exported folder uses a class of a package that
-            ``modules`` does not list.
+        ConfigError: the device is unknown, a module is not found, or an exported folder needs a package that is missing
+            from ``modules``.
     """
     folder = Path(path).expanduser()
     add_module_folder(config_dir)

@@ -44,7 +44,7 @@ def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progr
             logging setup stays unchanged.
 
     Raises:
-        DmlbenchError: you must fix something, such as a misspelt key, a missing module or unreadable data.
+        DmlbenchError: the input contains an error, such as a misspelt key, a missing module or unreadable data.
     """
     from dmlbench.runner import run as run_config
 
@@ -82,22 +82,23 @@ def evaluate(
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Evaluation:
-    """Compute retrieval scores by exact search in a run, a file of embeddings, or embeddings in memory.
+    """Compute the retrieval scores of a run, a file of embeddings, or embeddings in memory, by exact search.
 
     If you pass embeddings in memory, each image is a query, and all other images are its gallery.
 
     Args:
         source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [N, D], one per row.
-        labels: class of each embedding [N] if ``source`` holds embeddings; path of the file with the labels if
-            ``source`` is a file without labels.
-        model: the run directory or exported folder of the model that made the embeddings. Only needed if ``source`` is
-            a file and the model has a special distance, as AVSL does.
+        labels: for embeddings in memory, the class of each embedding [N]. For a file of embeddings without labels, the
+            path of the file with the labels.
+        model: the run directory or exported folder of the model that computed the embeddings. Only needed if ``source``
+            is a file and the model compares embeddings by a special distance, as AVSL does.
         metrics: names of metrics from the table in ``docs/evaluation.md``.
         recall_at: the values of K for metrics such as ``recall_at_k``.
         config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Returns:
-        An ``Evaluation``. Its ``scores`` hold each score as a fraction, its ``per_query`` the scores of each query.
+        An ``Evaluation``. Its attribute ``scores`` holds each score as a fraction, and ``per_query`` holds the scores
+        of each query.
     """
     add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):
@@ -138,22 +139,23 @@ def table(
 
     Args:
         configs: shell pattern that selects configs by their folder ``<data set>/<protocol>/<config>``.
-        compare: patterns of two or more configs. The function then returns the difference of each other config from the
-            first, like ``dmlbench table compare=``.
+        compare: two or more patterns, each of which selects one config. The function then compares the first config
+            with each of the others, like ``dmlbench table compare=``.
         output_dir: the folder that holds the runs. None uses the environment variable ``DMLBENCH_OUTPUT`` if set, else
             ``outputs``.
         metrics: names of the metrics to show. If a run lacks a score, the function computes it from the run's stored
             embeddings and saves it.
         recall_at: the values of K for metrics such as ``recall_at_k``.
-        allow_partial: whether to include configs with missing runs of the protocol.
+        allow_partial: whether to include configs that lack some of the protocol's runs.
         config_dir: the ``config_dir`` that the runs were trained with, if any.
 
     Returns:
         The columns are ``dataset``, ``protocol`` and ``row`` (label of the config), the mean and standard deviation of
         each score in percent, and ``notes``. Notes warn of missing runs, weight selection on the test set, or imported
-        embeddings. With ``compare``, the table has one row per config and metric instead. Its columns are both means
-        and their ``difference`` in percent, the bounds ``low`` and ``high`` of the difference's 95 % interval, the
-        ``p_value``, and ``p_holm``, the p-value after Holm's correction.
+        embeddings. With ``compare``, the table instead has one row per metric and per config after the first. Its
+        columns include the mean scores of the two configs and their ``difference``, in percent. The columns ``low`` and
+        ``high`` bound the 95 % interval of the difference. ``p_value`` is the p-value of the difference, and ``p_holm``
+        the p-value after Holm's correction.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))

@@ -18,15 +18,15 @@ _MOST = 1000
 
 
 class Protocol:
-    """Base class of protocols, which are frozen dataclasses that implement ``_split``.
+    """Base class of protocols. A protocol is a frozen dataclass that implements ``_split``.
 
     Attributes:
         num_folds: number of ways to split the classes into training, validation and test.
-        num_repeats: number of independent runs of each fold, which differ in the seed.
-        aggregation: name of the rule that turns the runs of a config into its score: a key of ``results.rules.RULES``,
-            or the importable name of your own ``AggregationRule``.
-        leaves_plan: whether a run saves a plan (number of steps and learning-rate drops) for a later run, as stage 1 of
-            ``two_stage`` does for stage 2.
+        num_repeats: number of runs of each fold, each with another seed.
+        aggregation: name of the rule that computes the scores of a config from its runs. It is a key of
+            ``results.rules.RULES``, or the importable name of your own ``AggregationRule``.
+        leaves_plan: whether a run saves a plan (number of steps and learning-rate drops) for a later run. For example,
+            stage 1 of ``two_stage`` saves the plan for stage 2.
     """
 
     name: ClassVar[str]
@@ -55,9 +55,10 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments of the protocol that must run first, because it saves the plan that this protocol follows.
+        """Arguments that turn this protocol into the one that must run first and save the plan.
 
-        For example, stage 2 of ``two_stage`` returns ``{"stage": 1}``. None: the protocol follows no plan.
+        For example, stage 2 of ``two_stage`` follows the plan of stage 1, so it returns ``{"stage": 1}``. None: the
+        protocol follows no plan.
         """
         return None
 

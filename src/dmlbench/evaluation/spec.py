@@ -18,21 +18,22 @@ _SHORTLIST = "shortlist@"
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """Settings of an evaluation. Ranking scores do not depend on ``back_end``, ``tile_bytes`` and ``device``.
+    """Settings of an evaluation. Ranking scores do not depend on ``back_end``, ``tile_bytes`` or ``device``.
 
     Attributes:
         recall_at: the values of K for metrics such as ``recall_at_k``, in increasing order.
-        back_end: the library that computes float32 similarities. With "faiss" and embeddings on a GPU, k-means also
-            runs on the GPU.
+        back_end: the library that computes float32 similarities. If you choose "faiss" and the search runs on a GPU,
+            k-means also runs on a GPU.
         tile_bytes: how many bytes of memory the search may use in addition to the embeddings.
         metrics: names of metrics from the table in ``docs/evaluation.md``. "recall_at_k" requests R@K for every K in
             ``recall_at``, "recall_at_10" requests R@10 only.
         kmeans_seed: random seed of the k-means clustering that ``nmi`` and ``ami`` need. All attributes that begin with
             ``kmeans_`` configure this clustering.
-        device: the device that computes similarities. "auto" uses a GPU if available, None the device that holds the
-            embeddings.
-        shortlist: None ranks the whole gallery. With a number N, a cheaper distance selects the N gallery items per
-            query to rank. Only models whose distance can select items, such as AVSL, accept a number.
+        device: the device that computes similarities. "auto" uses a GPU if available; None uses the device that holds
+            the embeddings.
+        shortlist: None ranks the whole gallery. A number N first selects the N nearest gallery items of each query by a
+            cheaper distance, then ranks only these. Only models with such a cheaper distance, such as AVSL, accept a
+            number.
     """
 
     recall_at: tuple[int, ...] = DEFAULT_RECALL_AT

@@ -19,9 +19,10 @@ class Regularizer(nn.Module):
             an error before it trains.
         weight: weight (lambda) of the regularizer in the objective.
         num_classes: number of classes if the regularizer has parameters for each class; else None.
-        of_head: settings, by name, that must have the same values in the head, such as ``curvature``.
-        key_momentum: decay of the momentum encoder (EMA) that computes the side output "keys"; None if the regularizer
-            does not need "keys".
+        of_head: names and values of settings that the head must share, such as ``curvature``. If the head has other
+            values, the run raises an error.
+        key_momentum: decay of the momentum encoder (EMA), which computes the side output "keys". None if the
+            regularizer does not need "keys".
     """
 
     requires: ClassVar[tuple[str, ...]] = ()

@@ -210,7 +210,7 @@ class PooledModel(MetricModel):
 
 
 class LevelsHead(Head):
-    """Base class of heads that read the feature maps of several backbone stages (levels), such as AVSL.
+    """Base class of heads, such as AVSL, that read the feature maps of several backbone stages (levels).
 
     Subclasses implement ``forward`` and ``embedding_size``.
     """

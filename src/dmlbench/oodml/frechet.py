@@ -71,10 +71,11 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     Args:
         a: the first set [n, d] with n >= 2. A row is the feature vector of an image or the mean of a class.
         b: the second set, [m, d] with m >= 2.
-        variant: how to compute the root of the product of the covariances. "exact_eig" uses singular values of factors
-            of the covariances. "oodml" also adds 1e-8 to the diagonals under the root, like ooDML's public code, so the
-            distance of two equal sets is slightly below 0. "pytorch_fid" uses scipy's matrix root, and adds 1e-6 to the
-            diagonals if that root is not finite.
+        variant: how to compute the matrix root of the product of the covariances. "exact_eig" uses singular values of
+            factors of the covariances. "oodml" does the same, but first adds 1e-8 to the diagonals of the covariances
+            under the root, like ooDML's public code. So the distance of two equal sets is slightly below 0.
+            "pytorch_fid" uses scipy's ``sqrtm``. If that root is not finite, it adds 1e-6 to the diagonals of the
+            covariances.
 
     Raises:
         DataError: d differs between the sets, a set has fewer than two rows, or a number is not finite.

@@ -41,7 +41,7 @@ class PaperTable:
         about: what the table compares.
         place: the section of the paper that contains the table, or the source of its numbers.
         unit: unit of the scores: "percent", "ms", or "FID".
-        numbers: how the paper computed a score from its runs, as far as it says: for example, "the best of 3 runs".
+        numbers: what the paper says about how it computed a score from its runs, such as "the best of 3 runs".
         note: remarks, such as which numbers are doubtful or missing. May be empty.
     """
 
@@ -57,22 +57,22 @@ class PaperTable:
 class PaperScore:
     """One score of a paper's table.
 
-    ``row``, ``metric`` and the column locate the score in the table. ``setting``, ``dataset``, ``backbone``,
-    ``embedding_size``, ``protocol`` and ``kind`` together identify the column. A text attribute is empty if the paper
+    Row, metric and column locate the score in the table. The attributes ``setting``, ``dataset``, ``backbone``,
+    ``embedding_size``, ``protocol`` and ``kind`` together describe the column. A text attribute is empty if the paper
     does not state its value.
 
     Attributes:
-        row: the paper's label of the row, with its citation. The label of a row's group comes first: row "GSP" of group
-            "C2+" is "C2+GSP".
+        row: the label of the row in the paper, including any citation. If the paper groups rows, the label of the group
+            comes first: row "GSP" of group "C2+" is "C2+GSP".
         setting: further text that identifies the column, such as "split 3".
         dataset: the data set, as named in ``dataset=``.
         backbone: the backbone, as named in ``backbone=``.
         embedding_size: number of dimensions of the ranked embedding. For concatenated embeddings, the sum over all
             models.
-        protocol: the protocol, as named in ``protocol=``. "oodml" means the splits of the ooDML paper.
+        protocol: the protocol, as named in ``protocol=``. "oodml" stands for the splits of the ooDML paper.
         kind: "separated" (mean score of the models of all folds) or "concatenated" (score of their concatenated
             embeddings).
-        metric: name of the metric, as tables of results print it.
+        metric: name of the metric in printed form, such as "MAP@R".
         mean: the score with the digits that the paper prints, in the table's unit.
         std: the printed standard deviation; None if the paper prints none.
         origin: who produced the score: "own" (the authors of the paper), "quoted" (copied from another paper) or

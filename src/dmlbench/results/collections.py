@@ -50,9 +50,10 @@ def collections(
 ) -> pd.DataFrame:
     """Score all collections of a config. A collection consists of one run from each fold.
 
-    The separated score of a collection is the mean of its runs' scores. For the concatenated score, the embeddings of
-    its runs are concatenated: the gallery is ranked by the sum over folds of the exact similarities (or of
-    ``distances``). If gallery items tie, the lower index comes first.
+    The separated score of a collection is the mean of its runs' scores. The concatenated score is the score of the
+    concatenated embeddings of its runs. To compute it, the function ranks the gallery by the sum of the runs' exact
+    similarities, or by the sum of their distances if you pass ``distances``. If gallery items tie, the lower index
+    comes first.
 
     Args:
         members: query embeddings [Q, D] of all runs; ``members[fold][repeat]`` belongs to one run. D and the number of
@@ -62,7 +63,7 @@ def collections(
         scores: known scores of the runs as fractions: ``scores[fold][repeat][name]``. None computes them.
         metrics: names of ranking metrics for concatenated embeddings. May be empty if ``scores`` is given.
         recall_at: the values of K for metrics such as ``recall_at_k``.
-        tile_bytes: how many bytes of memory to use in addition to the embeddings and the scores of single queries.
+        tile_bytes: how many bytes of memory to use in addition to the embeddings and the scores of each query.
         device: the device that computes similarities. None uses the embeddings' device.
         distances: the distance by which each run compares embeddings, indexed like ``members``. None: the Euclidean
             distance of unit vectors.
@@ -71,7 +72,8 @@ def collections(
     Returns:
         A table with one row per collection. The columns ``repeat_fold0``, ``repeat_fold1``, ... hold the repeat chosen
         from each fold; from row to row, the repeat of the last fold changes fastest. The columns ``separated_<score>``
-        (every score that all runs have) and ``concatenated_<score>`` hold the scores as fractions.
+        and ``concatenated_<score>`` hold the scores as fractions. The table has a separated score only if all runs have
+        this score.
     """
     _check_members(members, galleries)
     for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
@@ -188,8 +190,8 @@ class PairedDifference:
         interval: confidence interval (low, high) of the difference; None if there are too few pairs.
         p_value: p-value of the two-sided t test that the difference is 0; None without an interval.
         n_pairs: number of pairs, equal to the number of runs of each config.
-        over: the variation that the interval accounts for: "repeats within folds" (seeds), or "folds" (training classes
-            and seeds) if every fold has a single pair.
+        over: the variation that the interval covers. "repeats within folds": variation between seeds. "folds":
+            variation between training classes and seeds, if every fold has a single pair.
     """
 
     first: float
@@ -206,10 +208,11 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two configs by the scores of their runs, paired by fold and repeat.
 
-    Two runs of the same fold and repeat share seed and training classes, so the effects of both cancel in their
-    difference d = second - first. ``confidence_interval`` computes the interval from these differences. If each of the
-    F folds has a single pair, the interval is the t interval over the F differences, with F - 1 degrees of freedom.
-    Collections (one run per fold) would give too narrow an interval, because they share runs.
+    Two runs of the same fold and repeat share seed and training classes. So the effects of seed and classes cancel in
+    the difference of the two scores, d = second - first. ``confidence_interval`` computes the interval from these
+    differences. If each of the F folds has a single pair, the interval is the t interval over the F differences, with
+    F - 1 degrees of freedom. An interval over collections (one run per fold) would be too narrow, because collections
+    share runs.
 
     Args:
         first: scores of the first config's runs, by (fold, repeat).

@@ -143,7 +143,8 @@ class ConfigRuns:
 class AggregationRule(Protocol):
     """Interface of aggregation rules, which compute the scores of a config from its runs.
 
-    Set ``one_test_set = False`` if folds have different test sets, so that their sizes may differ.
+    If the folds of a protocol have different test sets, set ``one_test_set = False``. Otherwise, test sets of different
+    sizes raise an error.
     """
 
     @property
@@ -151,15 +152,15 @@ class AggregationRule(Protocol):
 
     @property
     def spread(self) -> str:
-        """Text for tables that says over what standard deviations are computed, such as "repeats"."""
+        """Text for tables: what the standard deviations are computed over, such as "repeats"."""
         ...
 
     def summarize(self, config: ConfigRuns, spec: EvaluationSpec) -> dict[str, Any]:
         """Summarize the runs of a config in a dictionary, which is saved in ``aggregate.json``.
 
-        ``summary["scores"][kind][score]`` holds the ``mean`` and ``std`` of a score; an example of a kind is
-        "separated". ``summary["raw"][run][score]`` holds the score of a single run, such as "fold0_rep0". A rule may
-        add further keys.
+        ``summary["scores"][kind][score]`` holds the ``mean`` and ``std`` of a score, where ``kind`` is, for example,
+        "separated". ``summary["raw"][run][score]`` holds the score of a single run, where ``run`` is, for example,
+        "fold0_rep0". A rule may add further keys.
         """
         ...
 

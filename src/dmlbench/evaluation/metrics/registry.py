@@ -30,13 +30,13 @@ class Metric:
     Attributes:
         name: name of the metric in configurations. A name that ends in ``_at_k`` has a parameter K.
         label: name of the metric in printed tables; ``{k}`` stands for the value of K.
-        formula: text that describes the computation in the documentation.
+        formula: description of the computation, for the documentation.
         source: the paper or code that defines the metric.
         reads: the data that ``score`` gets: "nearest" (the nearest items of each query), "ranking" (the whole ranking
             of each query), "clusters" (k-means clusters of the set) or "distances" (distances between images of the
             set).
-        score: function that computes the metric from the data that ``reads`` names and from K. It returns one score per
-            query [Q], or one score for the whole set.
+        score: function that computes the metric. Its arguments are the data selected by ``reads``, and K. It returns
+            one score per query [Q], or one score for the whole set.
         places: how many nearest items of a query the metric needs: "K", "R" (the number of positives of the query), or
             a number.
         better: "higher" if higher scores are better; None if the metric has no direction.

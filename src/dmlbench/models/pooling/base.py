@@ -29,7 +29,7 @@ class Pooling(nn.Module):
         provides: names of the side outputs that ``forward`` returns. GSP returns some of them only after its prototypes
             are initialized.
         needs: the input that the pooling expects. "map" (the default) is the last feature map of the backbone. "native"
-            is the output of the pooling that the backbone was pretrained with, such as its class token, as a 1 x 1 map.
+            is the vector from the backbone's own pretrained pooling, such as the class token, as a 1 x 1 map.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
