@@ -9,7 +9,7 @@ Of five papers every table, and the few scores of figures that their texts name:
 - ``oodml``: Milbich et al., Characterizing Generalization under Out-of-Distribution Shifts in Deep Metric Learning,
   NeurIPS 2021
 
-Of four papers rows of their main tables, read elsewhere, as ``tables.csv`` says; of HIER without scores:
+Of four papers rows of their main tables, read elsewhere, as ``tables.csv`` says:
 
 - ``hyp_vit``: Ermolov et al., Hyperbolic Vision Transformers: Combining Improvements in Metric Learning, CVPR 2022
 - ``hist``: Lim et al., Hypergraph-Induced Semantic Tuplet Loss for Deep Metric Learning, CVPR 2022
