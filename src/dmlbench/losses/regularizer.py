@@ -22,7 +22,7 @@ class Regularizer(nn.Module):
         of_head: names and values of settings that the head must share, such as ``curvature``. If the head has other
             values, the run raises an error.
         key_momentum: decay of the momentum encoder (EMA), which computes the side output "keys". None if the
-            regularizer does not need "keys".
+            regularizer does not use "keys".
     """
 
     requires: ClassVar[tuple[str, ...]] = ()

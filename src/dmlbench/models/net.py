@@ -223,7 +223,7 @@ class LevelsHead(Head):
             pooling: the pooling selected by ``pooling=``; None for ``pooling=null``.
 
         Returns:
-            The embeddings [B, D] and the side outputs of the top level.
+            The embeddings [B, D], and side outputs for the loss or regularizers.
         """
         raise NotImplementedError
 

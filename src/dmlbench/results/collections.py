@@ -190,8 +190,8 @@ class PairedDifference:
         interval: confidence interval (low, high) of the difference; None if there are too few pairs.
         p_value: p-value of the two-sided t test that the difference is 0; None without an interval.
         n_pairs: number of pairs, equal to the number of runs of each config.
-        over: the variation that the interval covers. "repeats within folds": variation between seeds. "folds":
-            variation between training classes and seeds, if every fold has a single pair.
+        over: the variation that the interval covers. "repeats within folds" is the variation between seeds. "folds" is
+            the variation between training classes and seeds; the value if every fold has only one pair of runs.
     """
 
     first: float

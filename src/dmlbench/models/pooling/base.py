@@ -60,7 +60,7 @@ class Pooling(nn.Module):
     def started(self) -> bool:
         """Whether the pooling already works in its final form.
 
-        For example, ``pooling=gsp`` averages the map until its prototypes are initialized.
+        For example, ``pooling=gsp`` is plain average pooling until its prototypes are initialized.
         """
         return True
 
