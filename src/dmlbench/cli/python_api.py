@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None) -> Path:
-    """Train and test one config on one fold with one repeat, like ``dmlbench train``. Returns the run directory.
+    """Train and test one config for one fold and one repeat (seed), like ``dmlbench train``. Returns the run directory.
 
     If the run is already complete, the function trains nothing. An interrupted run resumes from its last checkpoint.
 
