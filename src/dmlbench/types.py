@@ -87,8 +87,8 @@ class ImageTable:
         layout: the folder layout that was found on disk, if the data set has several known layouts.
         originals: known properties of the published images, such as their size. dmlbench uses them to detect changed
             images.
-        notes: differences from the published data, such as other image counts or changed images in a sample. They are
-            printed with every result.
+        notes: differences from the published data, such as a different number of images, or changes that a check of
+            sampled images found. The notes are printed with every result.
         published_queries: number of queries in the published test half; None if unknown.
     """
 
@@ -175,8 +175,8 @@ class ModelOutput:
     - "histogram" [B, m]: the share of each of m prototypes in an image; rows sum to 1.
     - "reconstruction" [B, D]: the sum of the prototypes, weighted by "histogram".
     - "pooled" [B, D]: the vector that "reconstruction" should match.
-    - "features" and "features_max" [B, C]: average and maximum of the feature map that enters the pooling; only during
-      training.
+    - "features" and "features_max" [B, C]: average and maximum of the feature map that enters the pooling. Both are
+      present only during training.
     - "keys" [B, D]: embeddings of a second view of each image, computed by a momentum encoder (EMA). The training loop
       adds them if a regularizer requires them.
 

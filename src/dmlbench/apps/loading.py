@@ -287,8 +287,9 @@ class TrainedModel:
 
         Images may differ in size and mode. Each image is rotated as its EXIF tag says and converted to 8-bit RGB: a
         grey image gets three equal channels, and transparency is dropped. Then the run's evaluation transform resizes
-        and crops the image. Runs on data sets of small images of one size have no such transform. For these runs,
-        ``embed`` resizes images of other sizes until they cover that size, and center-crops them.
+        and crops the image. If all images of the run's data set have the same small size, the run has no such
+        transform. In this case, ``embed`` resizes an image of any other size until it covers the data set's size, and
+        then center-crops it.
 
         Args:
             images: one image, an iterable of images, or a stack. An image is a path, a Pillow image of any mode, a
@@ -351,8 +352,8 @@ def load(
 ) -> TrainedModel:
     """Load a trained model from a run directory or exported folder; no data set is needed.
 
-    The function imports Python code only from ``sys.path`` and from the folder that contains ``config_dir``. It ignores
-    all folders in the run's configuration when it imports code.
+    The function imports Python code only from ``sys.path`` and from the folder that contains ``config_dir``. It never
+    imports code from folders that only the run's configuration names.
 
     Args:
         path: the run directory, or a folder written by ``dmlbench export``.

@@ -39,7 +39,7 @@ def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progr
         overrides: settings that replace the defaults, written as for ``dmlbench train``: ``"pooling=gsp"``,
             ``"fit.max_steps=100"``, ``"device=cpu"``, ``"paths.output_dir=results"``.
         config_dir: the folder with your own YAML options, as for ``dmlbench train --config-dir``. The call adds the
-            parent of this folder to ``sys.path``, so Python can import your modules there.
+            parent of this folder to ``sys.path``, so Python can import your modules from the parent folder.
         progress: whether to show progress bars and log lines. None shows them only in a terminal or notebook. Your
             logging setup stays unchanged.
 
@@ -152,10 +152,10 @@ def table(
     Returns:
         The columns are ``dataset``, ``protocol`` and ``row`` (label of the config), the mean and standard deviation of
         each score in percent, and ``notes``. Notes warn of missing runs, weight selection on the test set, or imported
-        embeddings. With ``compare``, the table instead has one row per metric and per config after the first. Its
-        columns include the mean scores of the two configs and their ``difference``, in percent. The columns ``low`` and
-        ``high`` bound the 95 % interval of the difference. ``p_value`` is the p-value of the difference, and ``p_holm``
-        the p-value after Holm's correction.
+        embeddings. With ``compare``, each row instead compares the first config (A) with one other config (B) in one
+        metric. The columns include ``A mean``, ``B mean`` and ``difference`` (B - A), in percent. The columns ``low``
+        and ``high`` bound the 95 % interval of the difference. ``p_value`` is the p-value of the difference.
+        ``p_holm`` is this p-value after Holm's correction for the number of comparisons with the first config.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))

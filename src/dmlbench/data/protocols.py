@@ -55,10 +55,10 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Arguments that turn this protocol into the one that must run first and save the plan.
+        """Settings to change in this protocol for the run that must come first and save the plan.
 
-        For example, stage 2 of ``two_stage`` follows the plan of stage 1, so it returns ``{"stage": 1}``. None: the
-        protocol follows no plan.
+        For example, stage 2 of ``two_stage`` follows the plan of stage 1, so its value is ``{"stage": 1}``. The value
+        is None if the protocol follows no plan.
         """
         return None
 

@@ -34,15 +34,17 @@ class Evaluation:
 
     Attributes:
         scores: the value of each score, by name. A ranking score, such as ``map_at_r``, is the mean over all queries
-            with a positive. Other scores, such as ``nmi``, describe the whole set.
+            with a positive (a gallery item of the query's class). Other scores, such as ``nmi``, describe the whole
+            set.
         per_query: the values of each ranking score for all queries [Q], by name. A query without a positive gets NaN.
         n_query: number of queries.
         n_gallery: number of gallery items; equal to ``n_query`` if no gallery was given.
-        n_skipped_queries: number of queries without a positive. Ranking scores are means over the others.
+        n_skipped_queries: number of queries without a positive. Ranking scores leave these queries out.
         kmeans: library, settings and seed of the k-means clustering for ``nmi`` and ``ami``. None if no score needs
             clusters.
-        search: "exact" if the whole gallery was ranked for each query, "shortlist@N" if only N gallery items were.
-        p_at_1_by_chance: mean and standard deviation of P@1 if the gallery is ranked at random.
+        search: "exact" if the whole gallery was ranked for each query; "shortlist@N" if only a shortlist of N gallery
+            items was ranked.
+        p_at_1_by_chance: mean and standard deviation of P@1 over random rankings of the gallery.
         degenerate: a warning for each sign of collapsed embeddings, such as zero vectors or identical embeddings.
     """
 

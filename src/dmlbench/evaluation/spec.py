@@ -26,7 +26,7 @@ class EvaluationSpec:
             k-means also runs on a GPU.
         tile_bytes: how many bytes of memory the search may use in addition to the embeddings.
         metrics: names of metrics from the table in ``docs/evaluation.md``. "recall_at_k" requests R@K for every K in
-            ``recall_at``, "recall_at_10" requests R@10 only.
+            ``recall_at``; "recall_at_10" requests only R@10.
         kmeans_seed: random seed of the k-means clustering that ``nmi`` and ``ami`` need. All attributes that begin with
             ``kmeans_`` configure this clustering.
         device: the device that computes similarities. "auto" uses a GPU if available; None uses the device that holds

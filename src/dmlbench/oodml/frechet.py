@@ -69,20 +69,20 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     Each set is modeled as a Gaussian with the mean and the unbiased covariance of the set.
 
     Args:
-        a: the first set [n, d] with n >= 2. A row is the feature vector of an image or the mean of a class.
+        a: the first set [n, d] with n >= 2. A row is the feature vector of an image or the mean vector of a class.
         b: the second set, [m, d] with m >= 2.
-        variant: how to compute the matrix root of the product of the covariances. "exact_eig" uses singular values of
-            factors of the covariances. "oodml" does the same, but first adds 1e-8 to the diagonals of the covariances
-            under the root, like ooDML's public code. So the distance of two equal sets is slightly below 0.
-            "pytorch_fid" uses scipy's ``sqrtm``. If that root is not finite, it adds 1e-6 to the diagonals of the
-            covariances.
+        variant: how to compute the matrix square root of the product of the covariances. "exact_eig" uses singular
+            values of factors of the covariances. "oodml" does the same, but first adds 1e-8 to the diagonals of the
+            covariances under the root, like ooDML's public code. With "oodml", the distance of two equal sets is
+            therefore slightly below 0. "pytorch_fid" uses scipy's ``sqrtm``. If the result is not finite, "pytorch_fid"
+            adds 1e-6 to the diagonals of the covariances and computes the root again.
 
     Raises:
         DataError: d differs between the sets, a set has fewer than two rows, or a number is not finite.
 
     Source: M. Heusel et al., "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium",
         NeurIPS 2017; T. Milbich et al., "Characterizing Generalization under Out-Of-Distribution Shifts in Deep Metric
-        Learning", NeurIPS 2021, eq. 1; variants: their public code and mseitzer/pytorch-fid.
+        Learning", NeurIPS 2021, eq. 1; variants: ooDML's public code and mseitzer/pytorch-fid.
     """
     check_choice("variant", variant, VARIANTS)
     first, second = _checked(a, "first"), _checked(b, "second")

@@ -41,7 +41,7 @@ class PaperTable:
         about: what the table compares.
         place: the section of the paper that contains the table, or the source of its numbers.
         unit: unit of the scores: "percent", "ms", or "FID".
-        numbers: what the paper says about how it computed a score from its runs, such as "the best of 3 runs".
+        numbers: how each score was computed from the runs, according to the paper, such as "the best of 3 runs".
         note: remarks, such as which numbers are doubtful or missing. May be empty.
     """
 
@@ -57,9 +57,9 @@ class PaperTable:
 class PaperScore:
     """One score of a paper's table.
 
-    Row, metric and column locate the score in the table. The attributes ``setting``, ``dataset``, ``backbone``,
-    ``embedding_size``, ``protocol`` and ``kind`` together describe the column. A text attribute is empty if the paper
-    does not state its value.
+    ``row``, ``metric`` and the column locate the score in the table. The column is described by ``setting``,
+    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. A text attribute is empty if the
+    paper does not state its value.
 
     Attributes:
         row: the label of the row in the paper, including any citation. If the paper groups rows, the label of the group
@@ -67,8 +67,7 @@ class PaperScore:
         setting: further text that identifies the column, such as "split 3".
         dataset: the data set, as named in ``dataset=``.
         backbone: the backbone, as named in ``backbone=``.
-        embedding_size: number of dimensions of the ranked embedding. For concatenated embeddings, the sum over all
-            models.
+        embedding_size: number of embedding dimensions. For concatenated embeddings, this is the sum over all models.
         protocol: the protocol, as named in ``protocol=``. "oodml" stands for the splits of the ooDML paper.
         kind: "separated" (mean score of the models of all folds) or "concatenated" (score of their concatenated
             embeddings).
@@ -95,7 +94,7 @@ class PaperScore:
 
 
 def tables() -> tuple[str, ...]:
-    """Return the names of all published tables in dmlbench, grouped by paper: "gsp/table1", "gsp/table2", ..."""
+    """Return the names of all paper tables that dmlbench contains, grouped by paper: "gsp/table1", "gsp/table2", ..."""
     return tuple(_index())
 
 

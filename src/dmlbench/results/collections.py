@@ -51,9 +51,9 @@ def collections(
     """Score all collections of a config. A collection consists of one run from each fold.
 
     The separated score of a collection is the mean of its runs' scores. The concatenated score is the score of the
-    concatenated embeddings of its runs. To compute it, the function ranks the gallery by the sum of the runs' exact
-    similarities, or by the sum of their distances if you pass ``distances``. If gallery items tie, the lower index
-    comes first.
+    concatenated embeddings of its runs. To compute the concatenated score, the function ranks the gallery by the sum of
+    the runs' exact similarities, or by the sum of the runs' distances if you pass ``distances``. If gallery items tie,
+    the lower index comes first.
 
     Args:
         members: query embeddings [Q, D] of all runs; ``members[fold][repeat]`` belongs to one run. D and the number of
@@ -61,7 +61,8 @@ def collections(
         galleries: gallery embeddings of the same runs, indexed like ``members``. None: the gallery of a query is all
             other queries.
         scores: known scores of the runs as fractions: ``scores[fold][repeat][name]``. None computes them.
-        metrics: names of ranking metrics for concatenated embeddings. May be empty if ``scores`` is given.
+        metrics: names of ranking metrics for concatenated embeddings. If you pass ``scores``, ``metrics`` may be empty;
+            the table then has only separated scores.
         recall_at: the values of K for metrics such as ``recall_at_k``.
         tile_bytes: how many bytes of memory to use in addition to the embeddings and the scores of each query.
         device: the device that computes similarities. None uses the embeddings' device.
@@ -190,8 +191,9 @@ class PairedDifference:
         interval: confidence interval (low, high) of the difference; None if there are too few pairs.
         p_value: p-value of the two-sided t test that the difference is 0; None without an interval.
         n_pairs: number of pairs, equal to the number of runs of each config.
-        over: the variation that the interval covers. "repeats within folds" is the variation between seeds. "folds" is
-            the variation between training classes and seeds; the value if every fold has only one pair of runs.
+        over: the variation that the interval covers. If every fold has only one pair of runs, ``over`` is "folds": the
+            variation between training classes and seeds. Else it is "repeats within folds": the variation between
+            seeds.
     """
 
     first: float

@@ -59,7 +59,7 @@ class Metric:
 
     @property
     def is_of_queries(self) -> bool:
-        """Whether the metric gives one score per query. Others, such as ``nmi``, give one score for the whole set."""
+        """Whether the metric gives one score per query. Metrics such as ``nmi`` give one score for the whole set."""
         return self.reads in ("nearest", "ranking")
 
 
