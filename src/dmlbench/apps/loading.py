@@ -352,8 +352,8 @@ def load(
 ) -> TrainedModel:
     """Load a trained model from a run directory or exported folder; no data set is needed.
 
-    The function imports Python code only from ``sys.path`` and from the folder that contains ``config_dir``. If the run's
-    configuration names other folders with code, the function imports nothing from them.
+    The function imports Python code only from ``sys.path`` and from the folder that contains ``config_dir``. If the
+    run's configuration names other folders with code, the function imports nothing from them.
 
     Args:
         path: the run directory, or a folder written by ``dmlbench export``.
