@@ -95,8 +95,9 @@ def _reproduce(
 def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> None:
     """Rows by the recipe that tune=true writes need that recipe."""
     name = table.reproduce.get("search")
-    used = any(f"recipe={name}" in row.overrides for row in table.rows)
-    if not used or any((folder / "recipe" / f"{name}.yaml").is_file() for folder in folders):
+    if name is None or not any(f"recipe={name}" in row.overrides for row in table.rows):
+        return
+    if any((folder / "recipe" / f"{name}.yaml").is_file() for folder in folders):
         return
     if (tuned := output_dir / "tuning" / name / "recipe" / f"{name}.yaml").is_file():
         raise ConfigError(f"recipe={name} is not in the config folders, but {tuned} exists. Add tune=true to use it.")
