@@ -386,6 +386,7 @@ def test_one_class_in_the_batch(overrides: list[str]) -> None:
         assert value > 0 and gradient.any()
 
 
+@pytest.mark.fast_sample(8)
 @pytest.mark.parametrize("overrides", OF_BOTH, ids=" ".join)
 def test_one_image_of_each_class(overrides: list[str]) -> None:
     x = torch.eye(CLASSES, SIZE) + 0.01 * batch_of(dtype=torch.float32)[:CLASSES]  # nearly orthogonal

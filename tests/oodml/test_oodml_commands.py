@@ -86,7 +86,6 @@ def test_given_splits_are_measured_as_they_were_made(folder: Path, capsys: pytes
     assert "rank correlation" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = [*RUN, f"protocol.splits={splits_of(folder)}", *places(folder)]
     for fold in range(3):
