@@ -24,10 +24,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with ``fast_sample(n)``, mark all but n evenly spaced cases slow."""
+    """Of a test with ``fast_sample(n)``, mark all but n evenly spaced cases slow; cases that are slow do not count."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("fast_sample"):
+        if item.get_closest_marker("fast_sample") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
         marker = group[0].get_closest_marker("fast_sample")

@@ -164,9 +164,14 @@ def _option(folders: Folders, group: str, option: str) -> Path:
     raise ConfigError(f"a recipe names {group}={option}, which is unknown; there is no {group}/{option}.yaml")
 
 
+def recipe_file(folders: Folders, name: str) -> Path | None:
+    """The file of a recipe, in the first folder that has it."""
+    return next((path for folder in folders if (path := folder / _FOLDER / f"{name}.yaml").is_file()), None)
+
+
 def recipe_of(folders: Folders, name: str) -> Recipe:
     """The recipe of the first folder that has it; an empty one if no folder has."""
-    path = next((path for folder in folders if (path := folder / _FOLDER / f"{name}.yaml").is_file()), None)
+    path = recipe_file(folders, name)
     return Recipe() if path is None else read(path, Recipe, ConfigError)
 
 

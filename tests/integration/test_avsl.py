@@ -40,7 +40,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["layered_proxy_anchor", pytest.param("layered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["layered_proxy_anchor", "layered"])
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path, monkeypatch, loss) -> None:
     whole = run_module.run(config(tmp_path / "whole", f"loss={loss}", "fit.keep=both"))
     killed_after(4, monkeypatch, config(tmp_path / "parts", f"loss={loss}", "fit.keep=both"))

@@ -39,7 +39,6 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("pooling", ["gap", "gsp_small"])
 def test_a_test_is_ranked_again_and_nothing_else_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str

@@ -162,7 +162,6 @@ def test_an_interrupted_training_ends_in_the_same_bits(data: Data, tmp_path: Pat
 QUICK = ("proxy_anchor",)  # the others take a minute together
 
 
-@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("loss", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LOSSES])
 def test_loss_with_every_addition_over_both_poolings(data: Data, tmp_path: Path, loss: str) -> None:
     memory = MEMORY if loss in MEMORIES else ()

@@ -24,6 +24,7 @@ from dmlbench.cli.hydra_command import composed_command, run_command
 from dmlbench.cli.progress import own_overrides
 from dmlbench.config import compose, composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
+from dmlbench.recipes import recipe_file
 from dmlbench.types import ConfigError, closest
 
 log = logging.getLogger(__name__)
@@ -95,11 +96,9 @@ def _reproduce(
 def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> None:
     """Rows by the recipe that tune=true writes need that recipe."""
     name = table.reproduce.get("search")
-    if name is None or not any(f"recipe={name}" in row.overrides for row in table.rows):
+    if name is None or not any(f"recipe={name}" in row.overrides for row in table.rows) or recipe_file(folders, name):
         return
-    if any((folder / "recipe" / f"{name}.yaml").is_file() for folder in folders):
-        return
-    if (tuned := output_dir / "tuning" / name / "recipe" / f"{name}.yaml").is_file():
+    if tuned := recipe_file([output_dir / "tuning" / name], name):
         raise ConfigError(f"recipe={name} is not in the config folders, but {tuned} exists. Add tune=true to use it.")
     raise ConfigError(f"recipe={name} does not exist: {table.name} is not tuned yet. Add tune=true to tune it first.")
 
