@@ -8,18 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmlbench.apps.loading import load
-    from dmlbench.cli.python_api import evaluate, run, table
+    from dmlbench.cli.python_api import evaluate, run, table, tune
     from dmlbench.types import ConfigError, DataError, DmlbenchError, RunError
 
     __version__: str
 
 _PLACES = {
     "load": "apps.loading",
-    **dict.fromkeys(("evaluate", "run", "table"), "cli.python_api"),
+    **dict.fromkeys(("evaluate", "run", "table", "tune"), "cli.python_api"),
     **dict.fromkeys(("ConfigError", "DataError", "DmlbenchError", "RunError"), "types"),
 }
 """Modules by the names that come from them."""
-__all__ = ["ConfigError", "DataError", "DmlbenchError", "RunError", "__version__", "evaluate", "load", "run", "table"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DmlbenchError",
+    "RunError",
+    "__version__",
+    "evaluate",
+    "load",
+    "run",
+    "table",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

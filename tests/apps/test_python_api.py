@@ -12,6 +12,7 @@ import pytest
 
 import dmlbench as db
 from dmlbench.cli.main import main
+from dmlbench.config import read_config
 from dmlbench.evaluation import evaluate_arrays
 from dmlbench.results.store import read_result
 from dmlbench.types import ConfigError, RunError
@@ -73,6 +74,32 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     assert db.evaluate(rows, np.array(["b", "a", "c"])[labels]).scores == evaluate_arrays(rows, labels).scores
     with pytest.raises(TypeError, match="rows in memory need labels"):
         db.evaluate(rows)
+
+
+def test_tune_returns_the_trials_and_writes_the_recipe_that_run_takes(tmp_path, capsys) -> None:
+    (tmp_path / "conf" / "search").mkdir(parents=True)
+    (tmp_path / "conf" / "search" / "tiny.yaml").write_text(
+        "# @package _global_\nname: tiny\nspace: {optim.lr: {low: 1.0e-4, high: 1.0e-2, log: true}}\ntrials: 2\n"
+    )
+    place = [f"paths.output_dir={tmp_path}/out", f"paths.cache_dir={tmp_path}/cache"]
+    short = [each for each in SHORT if not each.startswith("protocol")]
+    frame = db.tune("tiny", *short, *place, config_dir=tmp_path / "conf", progress=False)
+    assert list(frame.columns) == ["trial", "state", "score", "steps", "optim.lr", "runs", "note"]
+    best, second = frame["score"]
+    assert len(set(frame["optim.lr"])) == 2 and 0 <= second <= best <= 1
+    scores = read_result(tmp_path / "out" / frame.loc[0, "runs"])["metrics"]
+    assert scores["val"]["map_at_r"] == best and "test" not in scores
+    again = db.tune("tiny", *short, *place, config_dir=tmp_path / "conf", progress=False)
+    assert again.equals(frame) and capsys.readouterr().out == ""
+    run_dir = db.run(
+        *place, "recipe=tiny", *short, "protocol=held_out",
+        config_dir=tmp_path / "out" / "tuning" / "tiny",
+    )  # fmt: skip
+    assert read_config(run_dir / "config.yaml")["optim"]["lr"] == frame.loc[0, "optim.lr"]
+    with pytest.raises(ConfigError, match=r"tine"):
+        db.tune("tine", config_dir=tmp_path / "conf")
+    with pytest.raises(ConfigError, match=r"tune: got 3, expected texts"):
+        db.tune("tiny", 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

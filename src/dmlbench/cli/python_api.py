@@ -1,4 +1,4 @@
-"""The commands as functions: ``import dmlbench as db; db.run(...)``, ``db.evaluate(...)``, ``db.table(...)``.
+"""The commands as functions: ``import dmlbench as db; db.run(...)``, ``db.tune(...)``, ``db.table(...)``.
 
 Nothing here reads or changes Hydra's state of the process; relative paths are those of the working directory. What a
 user can fix raises ``DmlbenchError``.
@@ -15,7 +15,7 @@ import pandas as pd
 
 from dmlbench.apps.compare_configs import build_tables, compare_with_first, comparison_table, find_configs
 from dmlbench.apps.embeddings import evaluate_from
-from dmlbench.cli.arguments import in_train
+from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.hydra_command import ProgressFriendlyHandler
 from dmlbench.cli.train import composed_run
 from dmlbench.components import add_module_folder
@@ -48,18 +48,58 @@ def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progr
     """
     from dmlbench.runner import run as run_config
 
-    if wrong := [each for each in overrides if not isinstance(each, str)]:
-        raise ConfigError(f"run: got {wrong[0]!r}, expected texts, as in run('pooling=gsp', 'fold=0').")
+    _check_texts("run", overrides, "run('pooling=gsp', 'fold=0')")
     add_module_folder(config_dir)
-    with composing(None if config_dir is None else Path(config_dir).expanduser()):
+    with composing(_folder(config_dir)):
         cfg = composed_run(in_train(overrides))
-    with _reporting(shows_progress() if progress is None else progress):
+    with _reporting(progress):
         return run_config(cfg)
 
 
+def tune(
+    search: str, *overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None
+) -> pd.DataFrame:
+    """Search hyper-parameters on the validation classes (``protocol=hpo``), like ``dmlbench tune``.
+
+    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name>``. To
+    train with it, call ``run("recipe=<name>", ...)`` with this folder as ``config_dir``. If you call ``tune`` again, it
+    continues an interrupted search and returns the trials of a complete one.
+
+    Args:
+        search: the name of the search space, a file ``search/<name>.yaml`` in ``config_dir`` or ``conf``.
+        overrides: settings that replace those of the file or of its runs: ``"trials=20"``, ``"loss=contrastive"``.
+        config_dir: the folder with your own YAML options, as for ``run``.
+        progress: whether to show progress bars and log lines, as for ``run``.
+
+    Returns:
+        One row per trial, the best first. The column ``score`` holds the validation score as a fraction, ``steps`` the
+        number of steps, and ``runs`` the run directories, relative to ``paths.output_dir``. Each searched key has a
+        column with its values.
+
+    Raises:
+        DmlbenchError: the input contains an error, or every trial failed.
+    """
+    from dmlbench.cli.tune import trials_of
+
+    _check_texts("tune", (search, *overrides), "tune('letters', 'trials=20')")
+    add_module_folder(config_dir)
+    with _reporting(progress):
+        return trials_of(CommandLine((search,), overrides, _folder(config_dir))).to_frame()
+
+
+def _check_texts(function: str, given: Sequence[str], example: str) -> None:
+    if wrong := [each for each in given if not isinstance(each, str)]:
+        raise ConfigError(f"{function}: got {wrong[0]!r}, expected texts, as in {example}.")
+
+
+def _folder(config_dir: str | os.PathLike[str] | None) -> Path | None:
+    return None if config_dir is None else Path(config_dir).expanduser()
+
+
 @contextlib.contextmanager
-def _reporting(shown: bool) -> Iterator[None]:
+def _reporting(progress: bool | None) -> Iterator[None]:
     """Show progress bars and, unless somebody configured logging, log lines as commands print them."""
+    shown = shows_progress() if progress is None else progress
     logger, root = logging.getLogger("dmlbench"), logging.getLogger()
     with contextlib.ExitStack() as ended:
         ended.enter_context(progress_bars(shown))

@@ -1,5 +1,6 @@
 """``dmlbench train``: one run, or a sweep with ``-m``."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,21 @@ def task(cfg: DictConfig, progress: Progress | None = None) -> str:
 
 def composed_run(overrides: Sequence[str]) -> DictConfig:
     """A run's configuration as ``dmlbench train`` has it; inside of ``composing()``."""
-    try:
+    with explained():
         cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
         complete_config(cfg)
         settle_choices(cfg, cfg.hydra)
+    return without_hydra(cfg)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Raise Hydra's and OmegaConf's errors as ``ConfigError``, in our words."""
+    try:
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         cause = root_cause(error)
         raise ConfigError(str(cause) if isinstance(cause, DmlbenchError) else explain(error)) from error
-    return without_hydra(cfg)
 
 
 def settle_choices(cfg: DictConfig, hydra: Any) -> None:

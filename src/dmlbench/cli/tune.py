@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 
-from dmlbench.cli.arguments import CommandLine, in_train
+from dmlbench.cli.arguments import CommandLine, for_hydra, in_train
 from dmlbench.cli.hydra_command import composed_command, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
-from dmlbench.cli.train import composed_run
+from dmlbench.cli.train import composed_run, explained
 from dmlbench.config import arguments_of, composing, config_folders, key_of, schema_of, without_hydra
 from dmlbench.recipes import recipe_of
 from dmlbench.runtime import atomic_write
@@ -21,6 +21,7 @@ from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:
     from dmlbench.cli.reproduce import Table
+    from dmlbench.results.table import Table as TrialsTable
     from dmlbench.runner import ComposedRun
     from dmlbench.tuning.search import Outcome, Search
 
@@ -41,19 +42,28 @@ def main(line: CommandLine) -> None:
     if other := next((override for override in launching if override.startswith("hydra")), None):
         raise ConfigError(f"{other}: tune has no launcher. Start the same command in several shells.")
     with composed_command("tune", own) as args:
-        _tune(args, given, line.config_dir)
+        _print(*_conduct(make_search(args, given, _choices), line.config_dir))
 
 
-def _tune(args: Any, given: Sequence[str], config_dir: Path | None) -> None:
-    _conduct(make_search(args, given, _choices), config_dir)
+def _print(table: "TrialsTable", lines: Sequence[str]) -> None:
+    print("\n".join([table.to_markdown(), *lines]))
 
 
-def _conduct(search: "Search", config_dir: Path | None) -> None:
+def trials_of(line: CommandLine) -> "TrialsTable":
+    """Run the missing trials of a search, write the recipe, and return the table of trials."""
+    with composing(line.config_dir), explained():
+        own, given, _ = parts_of(line, _OWN)
+        args = arguments_of(hydra.compose("tune", for_hydra("tune", own)))
+        return _conduct(make_search(args, given, _choices), line.config_dir)[0]
+
+
+def _conduct(search: "Search", config_dir: Path | None) -> tuple["TrialsTable", list[str]]:
+    """Run the missing trials; return their table and the lines below it."""
     from dmlbench.tuning.search import conduct, reporting
 
     conduct(search, _compose)
     with reporting(search) as found:
-        _report(search, found, config_dir)
+        return _report(search, found, config_dir)
 
 
 def _compose(overrides: Sequence[str]) -> "ComposedRun":
@@ -110,7 +120,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     for i, (key, search) in enumerate(searches.items()):
         if i % count == number - 1 and ended(search) is None:
             log.info("search %d of %d: %s", i + 1, len(searches), key)
-            _conduct(search, None)
+            _print(*_conduct(search, None))
     outcomes = {key: _end_of(key, search) for key, search in searches.items()}
     best = {key: ranked(found)[0] for key, found in outcomes.items()}
     if failed := [key for key, trial in best.items() if trial.state != "complete"]:
@@ -136,22 +146,20 @@ def _end_of(key: str, search: "Search") -> "list[Outcome]":
     return found
 
 
-def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | None) -> None:
+def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | None) -> tuple["TrialsTable", list[str]]:
     from dmlbench.tuning.best_trial import notes, ranked, trials_table
 
     monitor = _compose(search.of_run(found[0].values, 0)).monitor
     table = trials_table(search, found, monitor)
     written = table.write(search.folder / "trials", ["csv", "md"])
-    print(table.to_markdown())
     best = ranked(found)[0]
     if best.state != "complete":
         if any(outcome.state == "running" for outcome in found):
-            return  # whoever has them writes the recipe
+            return table, []  # whoever has them writes the recipe
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
     path, use = _write_recipe(search, best, config_dir)
-    print("\n".join(f"written: {each}" for each in [*written, path]))
-    folder = quote(str(search.folder))
-    print(f"\nto train by it: dmlbench train --config-dir {folder} recipe={search.name} {' '.join(use)}")
+    command = f"dmlbench train --config-dir {quote(str(search.folder))} recipe={search.name} {' '.join(use)}"
+    return table, [*(f"written: {each}" for each in [*written, path]), "", f"to train by it: {command}"]
 
 
 def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
