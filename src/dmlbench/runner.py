@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import functools
 import logging
 import time
 import traceback
@@ -196,6 +197,12 @@ def _copy_training(trained: Path, run_dir: Path, setup: Setup) -> FitResult:
     return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
 
 
+@functools.cache
+def _warn_of_data(name: str, notes: str) -> None:
+    """Once a process: a sweep would repeat it for each run."""
+    log.warning("%s is not as published: %s; scores may not compare with papers", name, notes)
+
+
 def _run(
     experiment: Experiment, run_dir: Path, stop: StopSignal, on_validation: OnValidation | None, trained: Path | None
 ) -> None:
@@ -217,8 +224,8 @@ def _run(
             "validation has 1 class, on which every score is 1; expected 2 or more. Add classes, or set a protocol "
             "with fewer parts, such as held_out."
         )
-    if notes := data.table.notes:
-        log.warning("%s is not as published: %s; scores may not compare with papers", data.table.name, "; ".join(notes))
+    if data.table.notes:
+        _warn_of_data(data.table.name, "; ".join(data.table.notes))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.decomposition import PCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from torch import Tensor, nn
+from torch import Tensor
 
 from dmlbench.models.closed_form import Moments, closed_form
 from dmlbench.models.projection import Projection
@@ -15,7 +16,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 LABELS = torch.arange(6).repeat_interleave(20)
 SPREAD = torch.randn(10, 10, generator=GENERATOR)
 ROWS = (torch.randn(6, 10, generator=GENERATOR)[LABELS] + torch.randn(120, 10, generator=GENERATOR) @ SPREAD).double()
-ROWS = nn.functional.normalize(ROWS)
+ROWS = F.normalize(ROWS)
 
 
 def moments() -> Moments:
@@ -62,6 +63,16 @@ def test_a_head_is_fitted_in_place_and_starts_the_trained_one() -> None:
     assert head.normalize
     rows = 3.0 * ROWS.float()  # the head normalizes
     torch.testing.assert_close(head(rows).double(), fitted("learned_whitening", 4, 0.01), rtol=1e-4, atol=1e-5)
+
+
+def test_the_average_of_projected_pixels_is_the_projected_normalized_average() -> None:
+    head = Projection(10, 4, init="pca")
+    head.fit(moments())
+    maps = 5.0 * torch.rand(3, 10, 2, 7, generator=torch.Generator().manual_seed(0))
+    pixels = head(maps)
+    torch.testing.assert_close(pixels.mean(dim=(2, 3)), head(maps.mean(dim=(2, 3))))
+    naive = torch.stack([(one / one.mean(dim=(1, 2)).norm()) for one in maps])
+    torch.testing.assert_close(pixels, F.conv2d(naive, head.weight[:, :, None, None], head.bias))
 
 
 def test_what_cannot_be_fitted_is_an_error() -> None:

@@ -35,8 +35,9 @@ class Head(nn.Module):
 class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
 
-    The optional norms (layer norm, L2 norm) have no parameters. The product is taken in float32, also under autocast:
-    embeddings rounded to bfloat16 would move retrieval scores.
+    The optional norms (layer norm, L2 norm) have no parameters. Rows are divided by their L2 norm, pixels by that of the
+    image's average pixel: the average of projected pixels is then the projection of the pooled, normalized map.
+    The product is taken in float32, also under autocast: embeddings rounded to bfloat16 would move retrieval scores.
 
     Source: GSP code (glorot_uniform, no bias); Teh et al., ProxyNCA++, 2020, section 3.5 (layer norm).
     """
@@ -57,7 +58,7 @@ class Projection(Head):
             out_features: D; None: C.
             bias: None: with closed forms, whose bias subtracts the mean.
             layer_norm: subtract the mean over channels and divide by their standard deviation first.
-            normalize: divide rows by their L2 norm first; None: with closed forms.
+            normalize: divide rows, or the pixels of a map, by their L2 norm first; None: with closed forms.
             init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
                 +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0;
                 ``orthogonal``: W with orthonormal rows or columns, b at 0; ``identity``: W = I; ``pca``, ``lda``,
@@ -103,10 +104,14 @@ class Projection(Head):
         return projected if x.ndim == 2 else projected.permute(0, 3, 1, 2)
 
     def normalized(self, rows: Tensor) -> Tensor:
-        """The rows [..., C] that W multiplies."""
+        """The rows [B, C] or pixels [B, ..., C] that W multiplies."""
         if self.layer_norm:
             rows = F.layer_norm(rows, (self.in_features,))
-        return F.normalize(rows, dim=-1) if self.normalize else rows
+        if not self.normalize:
+            return rows
+        average = rows.flatten(1, -2).mean(dim=1) if rows.ndim > 2 else rows
+        norms = average.norm(dim=1).clamp_min(1e-12)
+        return rows / norms.view(-1, *[1] * (rows.ndim - 1))
 
     @torch.no_grad()
     def fit(self, moments: Moments) -> None:
