@@ -35,8 +35,8 @@ class Head(nn.Module):
 class Projection(Head):
     """y = W norm(x) + b, per row of [B, C] or per pixel of [B, C, H, W].
 
-    The optional norms (layer norm, L2 norm) have no parameters. Rows are divided by their L2 norm, pixels by that of the
-    image's average pixel: the average of projected pixels is then the projection of the pooled, normalized map.
+    The optional norms (layer norm, L2 norm) have no parameters. Rows are divided by their L2 norm, pixels by that of
+    the image's average pixel: the average of projected pixels is then the projection of the pooled, normalized map.
     The product is taken in float32, also under autocast: embeddings rounded to bfloat16 would move retrieval scores.
 
     Source: GSP code (glorot_uniform, no bias); Teh et al., ProxyNCA++, 2020, section 3.5 (layer norm).
