@@ -316,6 +316,18 @@ def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[
     assert not (folder / "out").exists()
 
 
+def test_rows_without_an_entry_in_the_recipe_are_named(folder: Path, capsys) -> None:
+    recipe = folder / "conf" / "recipe" / "tuned.yaml"
+    recipe.parent.mkdir(exist_ok=True)
+    entry = "settings: [{when: {dataset: glyphs, loss: contrastive}, set: {optim.lr: 0.001}, source: a test}]\n"
+    recipe.write_text(entry)
+    _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
+    assert (
+        "not tuned yet: Triplet. Add tune=true to tune them first, or choose other rows: 'rows=Contrastive'." in error
+    )
+    recipe.unlink()
+
+
 def test_averages_of_figure_1_follow_from_the_written_tables(folder: Path, capsys) -> None:
     line = ("proxynca_pp/figure1", "run_missing=false")
     out, _ = reproduce(capsys, *line)

@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
@@ -24,7 +24,7 @@ from dmlbench.cli.hydra_command import composed_command, run_command
 from dmlbench.cli.progress import own_overrides
 from dmlbench.config import compose, composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
-from dmlbench.recipes import recipe_file
+from dmlbench.recipes import applies, recipe_file, recipe_of
 from dmlbench.types import ConfigError, closest
 
 log = logging.getLogger(__name__)
@@ -94,13 +94,29 @@ def _reproduce(
 
 
 def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> None:
-    """Rows by the recipe that tune=true writes need that recipe."""
+    """Rows by the recipe that tune=true writes need their entries in that recipe."""
     name = table.reproduce.get("search")
-    if name is None or not any(f"recipe={name}" in row.overrides for row in table.rows) or recipe_file(folders, name):
+    rows = [row for row in table.rows if f"recipe={name}" in row.overrides]
+    if name is None or not rows:
         return
-    if tuned := recipe_file([output_dir / "tuning" / name], name):
-        raise ConfigError(f"recipe={name} is not in the config folders, but {tuned} exists. Add tune=true to use it.")
+    if recipe_file(folders, name):
+        from dmlbench.cli.tune import options_by_group  # torch comes with it
+
+        entries = [entry.when for entry in recipe_of(folders, name).settings]
+        tuned = [row.label for row in rows if _has_entry(entries, options_by_group(row))]
+        if left := [row.label for row in rows if row.label not in tuned]:
+            others = f", or choose other rows: 'rows={','.join(tuned)}'" if tuned else ""
+            raise ConfigError(f"not tuned yet: {', '.join(left)}. Add tune=true to tune them first{others}.")
+        return
+    if tuned_here := recipe_file([output_dir / "tuning" / name], name):
+        raise ConfigError(
+            f"recipe={name} is not in the config folders, but {tuned_here} exists. Add tune=true to use it."
+        )
     raise ConfigError(f"recipe={name} does not exist: {table.name} is not tuned yet. Add tune=true to tune it first.")
+
+
+def _has_entry(entries: Iterable[Mapping[Any, Any]], options: Mapping[str, str]) -> bool:
+    return any(when.keys() == options.keys() and applies(when, options) for when in entries)
 
 
 def _print_list(folders: Sequence[Path]) -> None:

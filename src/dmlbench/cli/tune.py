@@ -20,6 +20,7 @@ from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError, RunError, check_file_name
 
 if TYPE_CHECKING:
+    from dmlbench.apps.experiment_rows import Row
     from dmlbench.cli.reproduce import Table
     from dmlbench.results.table import Table as TrialsTable
     from dmlbench.runner import ComposedRun
@@ -91,7 +92,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     Returns:
         The config folder that has the recipe, or None with ``dry_run``.
     """
-    from dmlbench.tuning.best_trial import ROWS, WRITTEN, joint_recipe, ranked, spread_table
+    from dmlbench.tuning.best_trial import WRITTEN, joint_recipe, ranked, spread_table
     from dmlbench.tuning.search import ended
 
     name = table.reproduce.get("search")
@@ -107,7 +108,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     covered: dict[str, dict[str, str]] = {}
     for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
         overrides = [each for each in row.overrides if key_of(each) not in ("recipe", "experiment")]
-        when = {key_of(each): each.partition("=")[2] for each in overrides if key_of(each) in ROWS}
+        when = options_by_group(row)
         if (key := "-".join(when.values())) not in searches:
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
             of_search = replace(arguments_of(without_hydra(command)), paths=args.paths)
@@ -132,6 +133,13 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts, known).encode())
     print(f"written: {path}")
     return folder
+
+
+def options_by_group(row: "Row") -> dict[str, str]:
+    """The options of a table's row that tell its search, and its entry of the recipe, from those of other rows."""
+    from dmlbench.tuning.best_trial import ROWS
+
+    return {key_of(each): each.partition("=")[2] for each in row.overrides if key_of(each) in ROWS}
 
 
 def _end_of(key: str, search: "Search") -> "list[Outcome]":
