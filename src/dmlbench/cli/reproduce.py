@@ -103,8 +103,9 @@ def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> N
         from dmlbench.cli.tune import options_by_group  # torch comes with it
 
         entries = [entry.when for entry in recipe_of(folders, name).settings]
-        tuned = [row.label for row in rows if _has_entry(entries, options_by_group(row))]
-        if left := [row.label for row in rows if row.label not in tuned]:
+        left = dict.fromkeys(row.label for row in rows if not _has_entry(entries, options_by_group(row)))
+        tuned = dict.fromkeys(row.label for row in rows if row.label not in left)
+        if left:
             others = f", or choose other rows: 'rows={','.join(tuned)}'" if tuned else ""
             raise ConfigError(f"not tuned yet: {', '.join(left)}. Add tune=true to tune them first{others}.")
         return
@@ -116,7 +117,13 @@ def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> N
 
 
 def _has_entry(entries: Iterable[Mapping[Any, Any]], options: Mapping[str, str]) -> bool:
-    return any(when.keys() == options.keys() and applies(when, options) for when in entries)
+    """Whether an entry is for these options; one without a regularizer is not for a row that has one."""
+    return any(
+        when.keys() <= options.keys()
+        and ("regularizer" in when) == ("regularizer" in options)
+        and applies(when, options)
+        for when in entries
+    )
 
 
 def _print_list(folders: Sequence[Path]) -> None:

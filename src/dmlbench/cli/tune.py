@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 
 from dmlbench.cli.arguments import CommandLine, for_hydra, in_train
-from dmlbench.cli.hydra_command import composed_command, quiet, run_command
+from dmlbench.cli.hydra_command import composed_command, quiet, require_output_dir, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run, explained
 from dmlbench.config import arguments_of, composing, config_folders, key_of, schema_of, without_hydra
@@ -36,12 +36,10 @@ def main(line: CommandLine) -> None:
     """Run the missing trials, print the table, write the recipe."""
     if line.is_sweep:
         raise ConfigError("-m: tune chooses the values. Leave -m out, and name the searched keys in space.")
-    own, given, launching = parts_of(line, _OWN)
+    own, given = _parts(line)
     if line.help or line.cfg:
         run_command("tune", lambda cfg: None, own)
         return
-    if other := next((override for override in launching if override.startswith("hydra")), None):
-        raise ConfigError(f"{other}: tune has no launcher. Start the same command in several shells.")
     with composed_command("tune", own) as args:
         _print(*_conduct(make_search(args, given, _choices), line.config_dir))
 
@@ -50,11 +48,22 @@ def _print(table: "TrialsTable", lines: Sequence[str]) -> None:
     print("\n".join([table.to_markdown(), *lines]))
 
 
+def _parts(line: CommandLine) -> tuple[CommandLine, list[str]]:
+    """The search's own part of a command line, and the overrides of its runs."""
+    own, given, launching = parts_of(line, _OWN)
+    other = next((override for override in launching if override.startswith("hydra")), None)
+    if other and not (line.help or line.cfg):
+        raise ConfigError(f"{other}: tune has no launcher. Start the same command in several shells.")
+    return own, given
+
+
 def trials_of(line: CommandLine) -> "TrialsTable":
     """Run the missing trials of a search, write the recipe, and return the table of trials."""
     with composing(line.config_dir), explained():
-        own, given, _ = parts_of(line, _OWN)
-        args = arguments_of(hydra.compose("tune", for_hydra("tune", own)))
+        own, given = _parts(line)
+        cfg = hydra.compose("tune", for_hydra("tune", own))
+        require_output_dir(cfg)
+        args = arguments_of(cfg)
         return _conduct(make_search(args, given, _choices), line.config_dir)[0]
 
 

@@ -58,7 +58,7 @@ class Projection(Head):
             out_features: D; None: C.
             bias: None: with closed forms, whose bias subtracts the mean.
             layer_norm: subtract the mean over channels and divide by their standard deviation first.
-            normalize: divide rows, or the pixels of a map, by their L2 norm first; None: with closed forms.
+            normalize: divide rows by their L2 norm, pixels by that of the average pixel; None: with closed forms.
             init: ``glorot_uniform``: W uniform in +-sqrt(6 / (C + D)), b at 0; ``kaiming_uniform_a5``: both uniform in
                 +-1 / sqrt(C), as ``torch.nn.Linear`` starts; ``he_normal_fan_out``: W from N(0, 2 / D), b at 0;
                 ``orthogonal``: W with orthonormal rows or columns, b at 0; ``identity``: W = I; ``pca``, ``lda``,
