@@ -16,6 +16,7 @@ from forked import Process
 
 from dmlbench import papers
 from dmlbench.cli.main import main
+from dmlbench.cli.reproduce import _has_entry
 from dmlbench.config import read_config
 from dmlbench.external_files import load_yaml
 from dmlbench.results.store import RESULT, find_runs, locked, read_result
@@ -326,6 +327,14 @@ def test_rows_without_an_entry_in_the_recipe_are_named(folder: Path, capsys) -> 
         "not tuned yet: Triplet. Add tune=true to tune them first, or choose other rows: 'rows=Contrastive'." in error
     )
     recipe.unlink()
+
+
+def test_an_entry_is_for_rows_that_restate_defaults_but_not_for_those_with_a_regularizer() -> None:
+    entries = [{"dataset": "cub200", "loss": "xbm"}]
+    options = {"dataset": "cub200", "loss": "xbm"}
+    assert _has_entry(entries, {**options, "backbone": "resnet50"})
+    assert not _has_entry(entries, {**options, "regularizer": "s2sd"})
+    assert not _has_entry(entries, {**options, "loss": "libc"})
 
 
 def test_averages_of_figure_1_follow_from_the_written_tables(folder: Path, capsys) -> None:
