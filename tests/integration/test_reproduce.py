@@ -15,10 +15,12 @@ import pytest
 from forked import Process
 
 from dmlbench import papers
+from dmlbench.apps.experiment_rows import Row
 from dmlbench.cli.main import main
-from dmlbench.cli.reproduce import _has_entry
+from dmlbench.cli.tune import has_entry
 from dmlbench.config import read_config
 from dmlbench.external_files import load_yaml
+from dmlbench.recipes import Recipe, Setting
 from dmlbench.results.store import RESULT, find_runs, locked, read_result
 from dmlbench.runtime import write_json
 
@@ -318,23 +320,21 @@ def test_mistakes_are_told_in_one_message(folder: Path, capsys, arguments: list[
 
 
 def test_rows_without_an_entry_in_the_recipe_are_named(folder: Path, capsys) -> None:
-    recipe = folder / "conf" / "recipe" / "tuned.yaml"
-    recipe.parent.mkdir(exist_ok=True)
-    entry = "settings: [{when: {dataset: glyphs, loss: contrastive}, set: {optim.lr: 0.001}, source: a test}]\n"
-    recipe.write_text(entry)
-    _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
-    assert (
-        "not tuned yet: Triplet. Add tune=true to tune them first, or choose other rows: 'rows=Contrastive'." in error
+    (folder / "conf" / "recipe").mkdir()
+    (folder / "conf" / "recipe" / "tuned.yaml").write_text(
+        "settings: [{when: {dataset: glyphs, loss: contrastive}, set: {optim.lr: 0.001}, source: a test}]\n"
     )
-    recipe.unlink()
+    _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
+    remedy = "Add tune=true to tune them first, or choose other rows: 'rows=Contrastive'."
+    assert f"not tuned yet: Triplet. {remedy}" in error
 
 
 def test_an_entry_is_for_rows_that_restate_defaults_but_not_for_those_with_a_regularizer() -> None:
-    entries = [{"dataset": "cub200", "loss": "xbm"}]
-    options = {"dataset": "cub200", "loss": "xbm"}
-    assert _has_entry(entries, {**options, "backbone": "resnet50"})
-    assert not _has_entry(entries, {**options, "regularizer": "s2sd"})
-    assert not _has_entry(entries, {**options, "loss": "libc"})
+    recipe = Recipe(settings=[Setting(when={"dataset": "cub200", "loss": "xbm"}, source="a test")])
+    options = ("dataset=cub200", "loss=xbm")
+    assert has_entry(recipe, Row("", (*options, "backbone=resnet50")))
+    assert not has_entry(recipe, Row("", (*options, "regularizer=s2sd")))
+    assert not has_entry(recipe, Row("", ("dataset=cub200", "loss=libc")))
 
 
 def test_averages_of_figure_1_follow_from_the_written_tables(folder: Path, capsys) -> None:

@@ -110,12 +110,13 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def composed_command(name: str, line: CommandLine) -> Iterator[Any]:
-    """The arguments of a command that composes configurations of runs, too."""
+def composed_command(name: str, line: CommandLine, *, logs: bool = True) -> Iterator[Any]:
+    """The arguments of a command that composes configurations of runs, too; ``logs`` configures the process's log."""
     prepare_process(line.config_dir)
     with composing(line.config_dir):
         cfg = hydra.compose(name, for_hydra(name, line), return_hydra_config=True)
-        configure_log(cfg.hydra.job_logging)
+        if logs:
+            configure_log(cfg.hydra.job_logging)
         require_output_dir(cfg)
         yield arguments_of(without_hydra(cfg))
 

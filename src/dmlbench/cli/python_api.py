@@ -67,7 +67,7 @@ def tune(
 
     Args:
         search: the name of the search space, a file ``search/<name>.yaml`` in ``config_dir`` or ``conf``.
-        overrides: settings that replace those of the file or of its runs: ``"trials=20"``, ``"loss=contrastive"``.
+        overrides: settings of the search or of all trials, which replace the file's: ``"trials=20"``, ``"loss=contrastive"``.
         config_dir: the folder with your own YAML options, as for ``run``.
         progress: whether to show progress bars and log lines, as for ``run``.
 
@@ -82,7 +82,6 @@ def tune(
     from dmlbench.cli.tune import trials_of
 
     _check_texts("tune", (search, *overrides), "tune('letters', 'trials=20')")
-    add_module_folder(config_dir)
     with _reporting(progress):
         return trials_of(CommandLine((search,), overrides, _folder(config_dir))).to_frame()
 

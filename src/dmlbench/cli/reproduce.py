@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
@@ -24,7 +24,7 @@ from dmlbench.cli.hydra_command import composed_command, run_command
 from dmlbench.cli.progress import own_overrides
 from dmlbench.config import compose, composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
-from dmlbench.recipes import applies, recipe_file, recipe_of
+from dmlbench.recipes import recipe_file, recipe_of
 from dmlbench.types import ConfigError, closest
 
 log = logging.getLogger(__name__)
@@ -100,10 +100,10 @@ def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> N
     if name is None or not rows:
         return
     if recipe_file(folders, name):
-        from dmlbench.cli.tune import options_by_group  # torch comes with it
+        from dmlbench.cli.tune import has_entry  # torch comes with it
 
-        entries = [entry.when for entry in recipe_of(folders, name).settings]
-        left = dict.fromkeys(row.label for row in rows if not _has_entry(entries, options_by_group(row)))
+        recipe = recipe_of(folders, name)
+        left = dict.fromkeys(row.label for row in rows if not has_entry(recipe, row))
         tuned = dict.fromkeys(row.label for row in rows if row.label not in left)
         if left:
             others = f", or choose other rows: 'rows={','.join(tuned)}'" if tuned else ""
@@ -114,16 +114,6 @@ def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> N
             f"recipe={name} is not in the config folders, but {tuned_here} exists. Add tune=true to use it."
         )
     raise ConfigError(f"recipe={name} does not exist: {table.name} is not tuned yet. Add tune=true to tune it first.")
-
-
-def _has_entry(entries: Iterable[Mapping[Any, Any]], options: Mapping[str, str]) -> bool:
-    """Whether an entry is for these options; one without a regularizer is not for a row that has one."""
-    return any(
-        when.keys() <= options.keys()
-        and ("regularizer" in when) == ("regularizer" in options)
-        and applies(when, options)
-        for when in entries
-    )
 
 
 def _print_list(folders: Sequence[Path]) -> None:

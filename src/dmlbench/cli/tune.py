@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 
-from dmlbench.cli.arguments import CommandLine, for_hydra, in_train
-from dmlbench.cli.hydra_command import composed_command, quiet, require_output_dir, run_command
+from dmlbench.cli.arguments import CommandLine, in_train
+from dmlbench.cli.hydra_command import composed_command, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run, explained
 from dmlbench.config import arguments_of, composing, config_folders, key_of, schema_of, without_hydra
-from dmlbench.recipes import recipe_of
+from dmlbench.recipes import Recipe, applies, recipe_of
 from dmlbench.runtime import atomic_write
 from dmlbench.types import ConfigError, RunError, check_file_name
 
@@ -59,11 +59,8 @@ def _parts(line: CommandLine) -> tuple[CommandLine, list[str]]:
 
 def trials_of(line: CommandLine) -> "TrialsTable":
     """Run the missing trials of a search, write the recipe, and return the table of trials."""
-    with composing(line.config_dir), explained():
-        own, given = _parts(line)
-        cfg = hydra.compose("tune", for_hydra("tune", own))
-        require_output_dir(cfg)
-        args = arguments_of(cfg)
+    own, given = _parts(line)
+    with explained(), composed_command("tune", own, logs=False) as args:
         return _conduct(make_search(args, given, _choices), line.config_dir)[0]
 
 
@@ -117,7 +114,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     covered: dict[str, dict[str, str]] = {}
     for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
         overrides = [each for each in row.overrides if key_of(each) not in ("recipe", "experiment")]
-        when = options_by_group(row)
+        when = _options_by_group(row)
         if (key := "-".join(when.values())) not in searches:
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
             of_search = replace(arguments_of(without_hydra(command)), paths=args.paths)
@@ -144,8 +141,19 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     return folder
 
 
-def options_by_group(row: "Row") -> dict[str, str]:
-    """The options of a table's row that tell its search, and its entry of the recipe, from those of other rows."""
+def has_entry(recipe: Recipe, row: "Row") -> bool:
+    """Whether a recipe of ``tune_rows`` has an entry for a table's row, which may restate options that others share."""
+    from dmlbench.tuning.best_trial import COVERED
+
+    options = _options_by_group(row)
+    needed = options.keys() - set(COVERED)
+    return any(
+        needed <= entry.when.keys() <= options.keys() and applies(entry.when, options) for entry in recipe.settings
+    )
+
+
+def _options_by_group(row: "Row") -> dict[str, str]:
+    """The options that tell the search of a table's row, and its entry in the recipe, from other rows."""
     from dmlbench.tuning.best_trial import ROWS
 
     return {key_of(each): each.partition("=")[2] for each in row.overrides if key_of(each) in ROWS}
