@@ -67,7 +67,8 @@ def tune(
 
     Args:
         search: the name of the search space, a file ``search/<name>.yaml`` in ``config_dir`` or ``conf``.
-        overrides: settings of the search or of all trials, which replace the file's: ``"trials=20"``, ``"loss=contrastive"``.
+        overrides: settings of the search or of all trials. They replace the file's: ``"trials=20"``,
+            ``"loss=contrastive"``.
         config_dir: the folder with your own YAML options, as for ``run``.
         progress: whether to show progress bars and log lines, as for ``run``.
 
