@@ -62,7 +62,7 @@ reproduce:
   rows:
     No training: fit=untrained fit.max_steps=0 head=pca head.out_features=8
     Contrastive: recipe=tuned loss=contrastive
-    Triplet: recipe=tuned loss=triplet
+    Triplet: recipe=tuned loss=triplet fit.max_steps=4
   datasets: {glyphs: dataset.table.num_classes=20 sampler.classes_per_batch=2}
 """
 SEARCH = """
@@ -483,6 +483,7 @@ def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Pat
     best = max((t for t in trials if t["search"] == "glyphs-triplet"), key=lambda trial: float(trial["score"]))
     found = recipe["settings"][2]["set"]
     assert best["values"] == f"optim.lr={found['optim.lr']} loss.margin={found['loss.margin']}"
+    assert {trial["steps"] for trial in trials} == {"2"}
 
     out, _ = reproduce(capsys, "tuned")
     assert "3 configs, 36 runs: 36 done" in out
@@ -490,6 +491,7 @@ def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Pat
         assert f"glyphs, {metric}: no significant difference from Contrastive: " in out
     config = read_config(find_runs("out", "glyphs/mlrc/*triplet*")[0].path / "config.yaml")
     assert (config["optim"]["lr"], config["loss"]["margin"]) == (found["optim.lr"], found["loss.margin"])
+    assert config["fit"]["max_steps"] == 4
     tables = folder / "out" / "tables"
     lines = list(csv.DictReader((tables / "tuned-glyphs-map_at_r-differences.csv").open()))
     assert [line["row"] for line in lines] == ["No training", "Triplet"]
