@@ -17,7 +17,14 @@ from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, query_scores, 
 from dmlbench.evaluation.search import scan
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.collections import collections, confidence_interval, holm, paired_difference, summarize
+from dmlbench.results.collections import (
+    collections,
+    confidence_interval,
+    holm,
+    p_value_text,
+    paired_difference,
+    summarize,
+)
 from dmlbench.types import ConfigError, EmbeddingSet, RunError
 
 RECALL_AT = (1, 2, 4)
@@ -320,6 +327,14 @@ def test_holm_corrects_for_the_number_of_p_values() -> None:
     # 4 * 0.005, 3 * 0.01, 2 * 0.03, then no smaller than the one before
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("p_value", "text"),
+    [(0.0496, "0.0496"), (0.0504, "0.0504"), (0.0449, "0.045"), (0.05, "0.05"), (1.234e-8, "1.2e-08")],
+)
+def test_p_values_tell_their_side_of_the_level(p_value, text) -> None:
+    assert p_value_text(p_value) == text
 
 
 def test_equal_differences_have_no_error() -> None:

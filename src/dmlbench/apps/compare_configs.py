@@ -19,7 +19,7 @@ from dmlbench.identity import config_settings
 from dmlbench.results import store
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, missing_runs, read_aggregate
 from dmlbench.results.caveats import IMPORTED, by_fact, by_row, caveats
-from dmlbench.results.collections import PairedDifference, holm, paired_difference
+from dmlbench.results.collections import PairedDifference, holm, p_value_text, paired_difference
 from dmlbench.results.config_table import IMPORTED as LABEL_OF_IMPORTED
 from dmlbench.results.config_table import (
     NAMING_GROUPS,
@@ -295,7 +295,7 @@ def comparison_table(found: Sequence[PairedConfigs]) -> Table:
             difference = f"{score.scale * pair.difference:+z.2f}"
             blocks.append(score.label)
             index.append(label)
-            rows.append([*numbers, difference, interval, None if p_value is None else f"{p_value:.2g}"])
+            rows.append([*numbers, difference, interval, None if p_value is None else p_value_text(p_value)])
             lines.append({
                 "A": first, "B": label, "config": one.second.name, "metric": metric,
                 "A mean": score.scale * pair.first, "B mean": score.scale * pair.second,

@@ -13,7 +13,7 @@ from dmlbench.apps.pictures import COLORS, plt
 from dmlbench.data.preparation.catalog import title_of
 from dmlbench.evaluation.metrics.registry import Score, score_named
 from dmlbench.results.class_bootstrap import class_bootstrap
-from dmlbench.results.collections import PairedDifference, confidence_interval, holm, paired_difference
+from dmlbench.results.collections import PairedDifference, confidence_interval, holm, p_value_text, paired_difference
 from dmlbench.results.store import PER_QUERY, Coordinates, RunInfo
 from dmlbench.results.table import Table
 from dmlbench.types import ConfigError, closest
@@ -111,7 +111,7 @@ def reference_table(title: str, configs: Sequence[ConfigSummary], found: Differe
         by_label = {one.label: one for one in differences}
         own = [by_label.get(config.label) for config in configs]
         columns[f"− {reference}"] = ["" if one is None else _interval(one, score) for one in own]
-        columns[f"p, {reference}"] = ["" if one is None or one.p_value is None else f"{one.p_value:.2g}" for one in own]
+        columns[f"p, {reference}"] = ["" if one is None or one.p_value is None else p_value_text(one.p_value) for one in own]
         columns[f"classes, {reference}"] = ["" if one is None else _bounds(one.classes, score) for one in own]
     return Table(
         title,

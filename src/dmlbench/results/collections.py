@@ -157,6 +157,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in corrected[np.argsort(order)]]
 
 
+def p_value_text(p_value: float) -> str:
+    """A p-value with two significant digits; with three where two would read as the level of 0.05."""
+    text = f"{p_value:.2g}"
+    return f"{p_value:.3g}" if text == "0.05" else text
+
+
 def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
     if not members or not all(len(fold) for fold in members):
         raise RunError(f"runs by fold: got {[len(fold) for fold in members]}, expected at least one of every fold.")
