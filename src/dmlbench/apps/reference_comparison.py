@@ -111,7 +111,9 @@ def reference_table(title: str, configs: Sequence[ConfigSummary], found: Differe
         by_label = {one.label: one for one in differences}
         own = [by_label.get(config.label) for config in configs]
         columns[f"− {reference}"] = ["" if one is None else _interval(one, score) for one in own]
-        columns[f"p, {reference}"] = ["" if one is None or one.p_value is None else p_value_text(one.p_value) for one in own]
+        columns[f"p, {reference}"] = [
+            "" if one is None or one.p_value is None else p_value_text(one.p_value) for one in own
+        ]
         columns[f"classes, {reference}"] = ["" if one is None else _bounds(one.classes, score) for one in own]
     return Table(
         title,

@@ -90,8 +90,8 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     """Conduct the searches of a table's rows that have the recipe of its ``search``; write that recipe at the end.
 
     Rows that share the options of ``COVERED`` share their values: the first one is searched. A row's ``fit.max_steps``
-    limits its runs; trials have the limit of the search. Entries of an existing recipe for other options are kept. Waits
-    for the searches of other shards.
+    limits its runs; trials have the limit of the search. Entries of an existing recipe for other options are kept.
+    Waits for the searches of other shards.
 
     Args:
         args: of ``dmlbench reproduce``.
