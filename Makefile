@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(FAISS)pretrained,export,tensorboard,sweeps,tune,peft,hf,docs,dev]'
 	@touch $@
 
-demo: setup ## the main job: GAP against GSP on the embedded data set, 81 collections, table and picture
+demo: setup ## the main job: GAP against GSP on the built-in data set, 81 collections, table and picture
 	PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh
 
 test: setup lint ## what every change must pass, the site of the documentation without a warning included

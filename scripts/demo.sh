@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on the embedded data set, from training to the table and the picture; interrupted, it continues.
+# The main job on the built-in data set, from training to the table and the picture; interrupted, it continues.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
