@@ -331,7 +331,14 @@ def test_holm_corrects_for_the_number_of_p_values() -> None:
 
 @pytest.mark.parametrize(
     ("p_value", "text"),
-    [(0.0496, "0.0496"), (0.0504, "0.0504"), (0.0449, "0.045"), (0.05, "0.05"), (1.234e-8, "1.2e-08")],
+    [
+        (0.0496, "0.0496"),
+        (0.04996, "0.04996"),
+        (0.0504, "0.05"),
+        (0.0449, "0.045"),
+        (0.05, "0.05"),
+        (1.234e-8, "1.2e-08"),
+    ],
 )
 def test_p_values_tell_their_side_of_the_level(p_value, text) -> None:
     assert p_value_text(p_value) == text

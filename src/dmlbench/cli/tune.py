@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 5.0
 _OWN = (*schema_of("tune").__dataclass_fields__, "search")
-_OF_RUNS = ("recipe", "experiment", "fit.max_steps")  # of a table's rows; trials have the search's own
 
 
 def main(line: CommandLine) -> None:
@@ -89,9 +88,8 @@ def _choices(overrides: Sequence[str]) -> Mapping[str, str | None]:
 def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Path | None) -> Path | None:
     """Conduct the searches of a table's rows that have the recipe of its ``search``; write that recipe at the end.
 
-    Rows that share the options of ``COVERED`` share their values: the first one is searched. A row's ``fit.max_steps``
-    limits its runs; trials have the limit of the search. Entries of an existing recipe for other options are kept.
-    Waits for the searches of other shards.
+    Rows that share the options of ``COVERED`` share their values: the first one is searched. Entries of an existing
+    recipe for other options are kept. Waits for the searches of other shards.
 
     Args:
         args: of ``dmlbench reproduce``.
@@ -115,7 +113,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     searches: dict[str, Search] = {}
     covered: dict[str, dict[str, str]] = {}
     for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
-        overrides = [each for each in row.overrides if key_of(each) not in _OF_RUNS]
+        overrides = overrides_of_trials(row, table.part)
         when = _options_by_group(row)
         if (key := "-".join(when.values())) not in searches:
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
@@ -141,6 +139,16 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts, known).encode())
     print(f"written: {path}")
     return folder
+
+
+def overrides_of_trials(row: "Row", by_hand: Sequence[str]) -> list[str]:
+    """The overrides of a table's row that hold for the trials of its search.
+
+    ``fit.max_steps`` of a row limits its runs; trials have the limit of the search, or the one given ``by_hand``.
+    """
+    given = {key_of(each) for each in by_hand}
+    of_runs = {"recipe", "experiment"} | ({"fit.max_steps"} - given)
+    return [each for each in row.overrides if key_of(each) not in of_runs or each == "fit.max_steps=0"]
 
 
 def has_entry(recipe: Recipe, row: "Row") -> bool:

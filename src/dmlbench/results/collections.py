@@ -158,9 +158,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def p_value_text(p_value: float) -> str:
-    """A p-value with two significant digits; with three where two would read as the level of 0.05."""
-    text = f"{p_value:.2g}"
-    return f"{p_value:.3g}" if text == "0.05" else text
+    """A p-value with two significant digits, or as many as keep it on its side of the level 0.05."""
+    texts = (f"{p_value:.{digits}g}" for digits in range(2, 18))
+    return next(text for text in texts if (float(text) < 0.05) == (p_value < 0.05))
 
 
 def _check_members(members: ModelEmbeddings, galleries: ModelEmbeddings | None) -> None:
