@@ -62,13 +62,13 @@ reproduce:
   rows:
     No training: fit=untrained fit.max_steps=0 head=pca head.out_features=8
     Contrastive: recipe=tuned loss=contrastive
-    Triplet: recipe=tuned loss=triplet fit.max_steps=4
+    Triplet: recipe=tuned loss=triplet
   datasets: {glyphs: dataset.table.num_classes=20 sampler.classes_per_batch=2}
 """
 SEARCH = """
 # @package _global_
 name: tuned
-train: [experiment=tuned]
+train: [experiment=tuned, fit.max_steps=2]
 space:
   optim.lr: {low: 1.0e-4, high: 1.0e-2, log: true, when: {fit: short}}
   loss.margin: {low: 0.1, high: 0.2, when: {loss: triplet}}
@@ -84,7 +84,8 @@ def _prepared(folder: Path) -> Path:
     (experiments / "gsp" / "table2.yaml").write_text(TABLE + ROWS)
     (experiments / "gsp" / "figure3.yaml").write_text("reproduce: {needs: tokens}\n")
     (experiments / "mine.yaml").write_text(TABLE + GRID)
-    (experiments / "tuned.yaml").write_text(TABLE.replace("protocol: {num_folds: 2, num_repeats: 1}\n", "") + TUNED)
+    tuned = TABLE.replace("protocol: {num_folds: 2, num_repeats: 1}\n", "").replace("max_steps: 2", "max_steps: 4")
+    (experiments / "tuned.yaml").write_text(tuned + TUNED)
     (folder / "conf" / "search").mkdir()
     (folder / "conf" / "search" / "tuned.yaml").write_text(SEARCH)
     return folder

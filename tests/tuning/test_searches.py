@@ -4,9 +4,9 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from dmlbench.apps.experiment_rows import Row, reproduce_of
+from dmlbench.apps.experiment_rows import reproduce_of
 from dmlbench.cli.train import composed_run
-from dmlbench.cli.tune import make_search, overrides_of_trials
+from dmlbench.cli.tune import make_search
 from dmlbench.components import component
 from dmlbench.config import arguments_of, composing, config_folder
 from dmlbench.external_files import load_yaml
@@ -46,13 +46,6 @@ def test_mlrc_musgrave_searches_each_loss_by_fifty_trials_of_four_folds(loss) ->
     assert (search.trials, search.pruner, parts) == (50, None, [0, 1, 2, 3])
 
 
-def test_a_limit_of_steps_by_hand_is_also_that_of_trials() -> None:
-    row = Row("A", ("experiment=mine", "recipe=mine", "loss=xbm", "fit.max_steps=5000"))
-    assert overrides_of_trials(row, ["optim.lr=1"]) == ["loss=xbm"]
-    assert overrides_of_trials(row, ["fit.max_steps=5000"]) == ["loss=xbm", "fit.max_steps=5000"]
-    assert overrides_of_trials(Row("B", ("head=pca", "fit.max_steps=0")), []) == ["head=pca", "fit.max_steps=0"]
-
-
 @pytest.mark.slow
 def test_the_reality_check_searches_the_learning_rates_of_every_loss_and_its_recipe_is_in_the_space() -> None:
     reproduce = reproduce_of(config_folder() / "experiment" / "reality_check.yaml")
@@ -62,10 +55,14 @@ def test_the_reality_check_searches_the_learning_rates_of_every_loss_and_its_rec
         for label, row in reproduce["rows"].items():
             if "recipe=reality_check" not in row:
                 continue
-            overrides = overrides_of_trials(Row(label, ("dataset=cub200", *row.split())), ())
+            overrides = [
+                "dataset=cub200",
+                *row.replace("recipe=reality_check", "").split(),
+            ]
             search = searched("reality_check", *overrides)
             _checked(search, composed)
-            assert composed_run(search.of_run({}, 0)).fit.max_steps == (1500 if "loss=" in row else 0)
+            trial, run = composed_run(search.of_run({}, 0)), composed_run(["experiment=reality_check", *overrides])
+            assert (trial.fit.max_steps, run.fit.max_steps) == ((1500, 5000) if "loss=" in row else (0, 0))
             keys = {dimension.key for dimension in search.space}
             if "loss=" in row:
                 cfg = composed_run(search.of_run({}, 0))

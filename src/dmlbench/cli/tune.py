@@ -113,7 +113,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     searches: dict[str, Search] = {}
     covered: dict[str, dict[str, str]] = {}
     for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
-        overrides = overrides_of_trials(row, table.part)
+        overrides = [each for each in row.overrides if key_of(each) not in ("recipe", "experiment")]
         when = _options_by_group(row)
         if (key := "-".join(when.values())) not in searches:
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
@@ -139,16 +139,6 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts, known).encode())
     print(f"written: {path}")
     return folder
-
-
-def overrides_of_trials(row: "Row", by_hand: Sequence[str]) -> list[str]:
-    """The overrides of a table's row that hold for the trials of its search.
-
-    ``fit.max_steps`` of a row limits its runs; trials have the limit of the search, or the one given ``by_hand``.
-    """
-    given = {key_of(each) for each in by_hand}
-    of_runs = {"recipe", "experiment"} | ({"fit.max_steps"} - given)
-    return [each for each in row.overrides if key_of(each) not in of_runs or each == "fit.max_steps=0"]
 
 
 def has_entry(recipe: Recipe, row: "Row") -> bool:
