@@ -15,7 +15,7 @@ from dmlbench import runner
 from dmlbench.results import store
 from dmlbench.runtime import derive_seed, read_json, write_json
 from dmlbench.tuning import best_trial, search
-from dmlbench.tuning.space import make_space
+from dmlbench.tuning.space import grid, make_space
 from dmlbench.types import ConfigError, Diverged, Pruned, RunError
 
 optuna = pytest.importorskip("optuna", reason="extra tune")
@@ -132,6 +132,16 @@ def test_repeated_values_cost_nothing_and_diverged_trials_fail(tmp_path, monkeyp
     assert {outcome.state for outcome in found} == {"complete", "failed"}
     assert all((o.state == "failed") == (o.values["lr"] == 0.1) == ("nan" in o.note) for o in found)
     assert conducted(asked) == found and len(conducted(dataclasses.replace(asked, trials=8))) == 8
+
+
+def test_a_grid_tries_every_combination_once(tmp_path, monkeypatch) -> None:
+    Runs(monkeypatch)
+    space = {"lr": {"choices": [0.01, 0.001]}, "width": {"choices": [8, 16]}}
+    asked = made(tmp_path, space=space, trials=4, pruner=None, sampler="grid")
+    expected = [(0.01, 8), (0.01, 16), (0.001, 8), (0.001, 16)]
+    assert [tuple(outcome.values.values()) for outcome in conducted(asked)] == expected
+    with pytest.raises(ConfigError, match=r"sampler: got grid, but space.lr has bounds\. Give it choices"):
+        grid(make_space({"lr": LR}, {}))
 
 
 def test_a_trial_has_one_process_and_is_free_once_that_is_gone(tmp_path, monkeypatch) -> None:

@@ -190,7 +190,7 @@ def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | Non
 def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     """Make the search of a configuration."""
     from dmlbench.tuning.search import Search
-    from dmlbench.tuning.space import make_space
+    from dmlbench.tuning.space import grid, make_space
 
     check_file_name(args.name)
     if not isinstance(args.runs, list) or not all(isinstance(run, str | list) for run in args.runs):
@@ -206,10 +206,11 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     for override in (*given, *(each for run in runs for each in run)):
         if (key := key_of(override).strip()) in searched:
             raise ConfigError(f"{override}: {key} is searched. Leave this out, or take {key} out of space.")
+    trials = args.trials if args.sampler == "tpe" else min(args.trials, len(grid(space)))
     return Search(
         name=args.name, folder=output_dir / "tuning" / args.name, output_dir=output_dir,
-        space=space, overrides=overrides, runs=tuple(map(tuple, runs)), trials=args.trials, seed=args.seed,
-        startup_trials=args.startup_trials, pruner=args.pruner,
+        space=space, overrides=overrides, runs=tuple(map(tuple, runs)), trials=trials, seed=args.seed,
+        startup_trials=args.startup_trials, pruner=args.pruner, sampler=args.sampler,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +25,18 @@ from dmlbench.runner import ComposedRun
 from dmlbench.runtime import derive_seed
 from dmlbench.training.fit import HISTORY
 from dmlbench.training.log import read_history
-from dmlbench.tuning.space import Dimension, Value, corners, override
-from dmlbench.types import ConfigError, Diverged, Pruned, RunError, RunInUse, check_at_least, flatten, how_to_install
+from dmlbench.tuning.space import Dimension, Value, corners, grid, override
+from dmlbench.types import (
+    ConfigError,
+    Diverged,
+    Pruned,
+    RunError,
+    RunInUse,
+    check_at_least,
+    check_choice,
+    flatten,
+    how_to_install,
+)
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -35,6 +46,7 @@ log = logging.getLogger(__name__)
 
 STORAGE = "study.db"
 _TRIALS, _CLAIM, _REPORT = "trials", "claim.lock", "report.lock"
+SAMPLERS = ("tpe", "grid")
 _WAIT_S = 2.0
 _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
@@ -63,8 +75,10 @@ class Search:
     seed: int
     startup_trials: int  # drawn at random before TPE begins
     pruner: Mapping[str, int] | None  # of the median rule; None prunes nothing
+    sampler: str = "tpe"  # or "grid": trial n has the n-th combination of choices
 
     def __post_init__(self) -> None:
+        check_choice("sampler", self.sampler, SAMPLERS)
         check_at_least(1, trials=self.trials, startup_trials=self.startup_trials, runs=len(self.runs))
         try:
             _pruner_of(self)
@@ -124,9 +138,10 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
                 "out: tune searches under protocol=hpo."
             )
         run.check()
+    sampling = [search.seed, search.startup_trials] if search.sampler == "tpe" else [search.sampler]
     return {
         "space": json.dumps([asdict(dimension) for dimension in search.space]),
-        "seed, startup_trials, pruner": json.dumps([search.seed, search.startup_trials, _pruner_of(search)]),
+        "seed, startup_trials, pruner": json.dumps([*sampling, _pruner_of(search)]),
         "runs": json.dumps([run.sha256 for run in bases]),
     }
 
@@ -206,6 +221,10 @@ def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial
         seed=derive_seed(search.seed, "trial", number) % 2**32,
         constant_liar=True,
     )
+    if search.sampler == "grid":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.sampler = optuna.samplers.PartialFixedSampler(grid(search.space)[number], study.sampler)
     trial = optuna.trial.Trial(study, trial_id)
     for dimension in search.space:
         dimension.draw(trial)

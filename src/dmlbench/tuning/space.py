@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -97,6 +98,14 @@ def corners(space: Sequence[Dimension]) -> list[dict[str, Value]]:
     ends = [dimension.choices or (dimension.low, dimension.high) for dimension in space]
     return [{d.key: end[min(i, len(end) - 1)] for d, end in zip(space, ends, strict=True)}
             for i in range(max(map(len, ends)))]  # fmt: skip
+
+
+def grid(space: Sequence[Dimension]) -> list[dict[str, Value]]:
+    """All combinations of choices, in the order of the space."""
+    if drawn := next((dimension.key for dimension in space if not dimension.choices), None):
+        raise ConfigError(f"sampler: got grid, but space.{drawn} has bounds. Give it choices, or use sampler=tpe.")
+    keys = [dimension.key for dimension in space]
+    return [dict(zip(keys, values, strict=True)) for values in product(*(dimension.choices for dimension in space))]
 
 
 def _entries(node: Any, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
