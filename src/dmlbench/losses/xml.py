@@ -73,7 +73,7 @@ def ridge_predict(inputs: Tensor, targets: Tensor, queries: Tensor, *, ridge: fl
 
     The smaller of the two Gram matrices is factored.
 
-    Source: GSP (Gürbüz & Alatan, ICCV 2023) problem P3 and its solution; XML (the same authors), section 2.3.
+    Source: GSP (Gürbüz et al., ICCV 2023) problem P3 and its solution; XML (Gürbüz & Alatan, ICIP 2023), section 2.3.
     """
     z, y, q = (rows.to(torch.float64) for rows in (inputs, targets, queries))
     if len(z) <= z.shape[1]:

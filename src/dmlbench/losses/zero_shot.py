@@ -35,8 +35,8 @@ def zero_shot_loss(
     for histograms z [B, m], labels y [B], label embeddings v [C, D] and halves b_1 and b_2 of any sizes. "batch" is
     algorithm 4 and the authors' code, "halves" equation 4.4.
 
-    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023: problem P3, equation 4.4 (whose
-    "1 +" counts j = y_i a second time and is left out, as in the authors' code) and algorithm 4.
+    Source: Gürbüz, Şener & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023: problem P3, equation 4.4
+    (whose "1 +" counts j = y_i a second time and is left out, as in the authors' code) and algorithm 4.
     """
     labels, first, second = (to_device(x, histogram.device) for x in (labels, *halves))
     targets = label_embeddings[labels]  # [B, D]

@@ -8,7 +8,7 @@ the solution depends on one scalar u per image, the root of mean_j sigmoid(u + l
 
 Symbols: mu = transport_ratio, epsilon = smoothing.
 
-Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, propositions 4.2 and 4.3. Its
+Source: Gürbüz, Şener & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, propositions 4.2 and 4.3. Its
 iteration converges to the root above; its printed gradient has a misplaced factor (``_ExactTransport`` has it right).
 """
 

@@ -111,8 +111,8 @@ class Gsp(PrototypePooling):
     [B, H, W] (rows sum to 1), "histogram" z [B, m] (shares of the prototypes in the moved mass; rows sum to 1) and
     "reconstruction" [B, D] (sum_i z_i prototype_i).
 
-    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem) and
-    appendix B.2 (residual); start of the prototypes, sum with the maximum and order of gem as in the authors'
+    Source: Gürbüz, Şener & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, section 4, algorithm 2 (gem)
+    and appendix B.2 (residual); start of the prototypes, sum with the maximum and order of gem as in the authors'
     TensorFlow code, weighted_gmp as in their PyTorch code for LIBC (yetigurbuz/generalized-sum-pooling b765b889,
     pytorch/gsp/embed_layer.py).
     """

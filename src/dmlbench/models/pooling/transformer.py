@@ -75,8 +75,8 @@ class Transformer(WeightedPooling):
     In float32, also under autocast. Side output: "weights" [B, H, W], the class token's attention to the pixels in the
     last layer, averaged over heads and scaled to sum 1.
 
-    Source: Gürbüz & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, supplement 1.3 (TFM-1 to TFM-8);
-    Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
+    Source: Gürbüz, Şener & Alatan, Generalized Sum Pooling for Metric Learning, ICCV 2023, supplement 1.3 (TFM-1 to
+    TFM-8); Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
     """
 
     def __init__(
