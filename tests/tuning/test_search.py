@@ -137,10 +137,10 @@ def test_repeated_values_cost_nothing_and_diverged_trials_fail(tmp_path, monkeyp
 def test_a_grid_tries_every_combination_once(tmp_path, monkeypatch) -> None:
     Runs(monkeypatch)
     space = {"lr": {"choices": [0.01, 0.001]}, "width": {"choices": [8, 16]}}
-    asked = made(tmp_path, space=space, trials=4, pruner=None, sampler="grid")
+    asked = made(tmp_path, space=space, trials=4, pruner=None, method="grid")
     expected = [(0.01, 8), (0.01, 16), (0.001, 8), (0.001, 16)]
     assert [tuple(outcome.values.values()) for outcome in conducted(asked)] == expected
-    with pytest.raises(ConfigError, match=r"sampler: got grid, but space.lr has bounds\. Give it choices"):
+    with pytest.raises(ConfigError, match=r"method: got grid, but space.lr has bounds\. Give it choices"):
         grid(make_space({"lr": LR}, {}))
 
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 STORAGE = "study.db"
 _TRIALS, _CLAIM, _REPORT = "trials", "claim.lock", "report.lock"
-SAMPLERS = ("tpe", "grid")
+METHODS = ("tpe", "grid")
 _WAIT_S = 2.0
 _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
@@ -75,10 +75,10 @@ class Search:
     seed: int
     startup_trials: int  # drawn at random before TPE begins
     pruner: Mapping[str, int] | None  # of the median rule; None prunes nothing
-    sampler: str = "tpe"  # or "grid": trial n has the n-th combination of choices
+    method: str = "tpe"  # or "grid": trial n has the n-th combination of choices
 
     def __post_init__(self) -> None:
-        check_choice("sampler", self.sampler, SAMPLERS)
+        check_choice("method", self.method, METHODS)
         check_at_least(1, trials=self.trials, startup_trials=self.startup_trials, runs=len(self.runs))
         try:
             _pruner_of(self)
@@ -138,7 +138,7 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
                 "out: tune searches under protocol=hpo."
             )
         run.check()
-    sampling = [search.seed, search.startup_trials] if search.sampler == "tpe" else [search.sampler]
+    sampling = [search.seed, search.startup_trials] if search.method == "tpe" else [search.method]
     return {
         "space": json.dumps([asdict(dimension) for dimension in search.space]),
         "seed, startup_trials, pruner": json.dumps([*sampling, _pruner_of(search)]),
@@ -221,7 +221,7 @@ def _drawn(search: Search, study: "Study", trial_id: int, number: int) -> "Trial
         seed=derive_seed(search.seed, "trial", number) % 2**32,
         constant_liar=True,
     )
-    if search.sampler == "grid":
+    if search.method == "grid":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.sampler = optuna.samplers.PartialFixedSampler(grid(search.space)[number], study.sampler)

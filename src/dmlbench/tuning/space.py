@@ -103,7 +103,7 @@ def corners(space: Sequence[Dimension]) -> list[dict[str, Value]]:
 def grid(space: Sequence[Dimension]) -> list[dict[str, Value]]:
     """All combinations of choices, in the order of the space."""
     if drawn := next((dimension.key for dimension in space if not dimension.choices), None):
-        raise ConfigError(f"sampler: got grid, but space.{drawn} has bounds. Give it choices, or use sampler=tpe.")
+        raise ConfigError(f"method: got grid, but space.{drawn} has bounds. Give it choices, or use method=tpe.")
     keys = [dimension.key for dimension in space]
     return [dict(zip(keys, values, strict=True)) for values in product(*(dimension.choices for dimension in space))]
 
