@@ -228,6 +228,7 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, m
             assert bool(states[0]["model"]["pooling.prototypes_started"])
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_with_75_and_a_second_process_is_refused(dmlbench, tmp_path) -> None:
     arguments = ["train", *TINY, "fit.max_steps=100000", "fit.validate_every=100000"]
     process = dmlbench.start(*arguments)
@@ -278,6 +279,7 @@ def test_pooling_that_never_started_is_said_in_log_result_and_table(dmlbench, tm
     assert "NOT STARTED: in 1 run " in dmlbench("table", "allow_partial=true")
 
 
+@pytest.mark.slow
 def test_full_disk_while_writing_a_checkpoint_is_one_message(dmlbench, tmp_path) -> None:
     dmlbench("train", *TINY, "fit.max_steps=2")
     finished = run_dirs(tmp_path)[0]

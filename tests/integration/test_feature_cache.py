@@ -148,6 +148,7 @@ def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:
         run(config(tmp_path, *choices, "head.out_features=5", "fit.max_steps=200", "fit.validate_every=200"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_builds_no_cache_beside_those_of_other_settings(tmp_path: Path, capsys) -> None:
     run(config(tmp_path, "backbone.frozen_until=all", *MAPS, "fit=untrained"))
     before = sorted((tmp_path / "cache").iterdir())

@@ -279,6 +279,7 @@ def test_what_cannot_be_used_gets_one_message_and_nothing_is_deleted(done: Path,
     assert before <= set(Path("out").rglob("*"))
 
 
+@pytest.mark.slow
 def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done: Path, capsys) -> None:
     run = find_runs("out", "*gap*")[1].path
     write_json(run / RESULT, {**read_result(run), "git_commit": "another"})

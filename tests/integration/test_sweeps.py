@@ -82,6 +82,7 @@ def test_every_failed_job_is_named_by_its_own_overrides(capsys) -> None:
     raise_failures(_ended(a=None))
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Path, command, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DMLBENCH_OUTPUT", "out")
