@@ -206,7 +206,7 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     for override in (*given, *(each for run in runs for each in run)):
         if (key := key_of(override).strip()) in searched:
             raise ConfigError(f"{override}: {key} is searched. Leave this out, or take {key} out of space.")
-    trials = args.trials if args.method == "tpe" else min(args.trials, len(grid(space)))
+    trials = min(args.trials, len(grid(space))) if args.method == "grid" else args.trials
     return Search(
         name=args.name, folder=output_dir / "tuning" / args.name, output_dir=output_dir,
         space=space, overrides=overrides, runs=tuple(map(tuple, runs)), trials=trials, seed=args.seed,
