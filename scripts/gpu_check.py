@@ -1,7 +1,7 @@
 """What a GPU shows within 9 minutes; see gpu_check.sh. Each part is a process of its own with a limit of seconds: what
 fails, or needs a library that is missing, is said in the table, and the next part begins.
 
-python scripts/gpu_check.py [--tiny] [--parts tests scores steps evaluation collections avsl]
+python scripts/gpu_check.py [--tiny] [--parts tests scores steps evaluation collections avsl pml]
     [--out outputs/gpu_check.md]
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from dmlbench.types import EmbeddingSet
+
 HERE = Path(__file__).resolve().parent
 CUDA = torch.cuda.is_available()
 Row = tuple[str, str, str]  # what, found, compared with
@@ -26,6 +28,10 @@ WORSE_BY = {"untrained": 0.002, "trained": 0.05}  # how far scores of two device
 def wait() -> None:
     if CUDA:
         torch.cuda.synchronize()
+
+
+def on_device(embedding: EmbeddingSet) -> EmbeddingSet:
+    return EmbeddingSet(*(x.cuda() if CUDA else x for x in (embedding.rows, embedding.labels, embedding.ids)))
 
 
 def seconds(action: Callable[[], object], rounds: int = 2) -> float:
@@ -116,23 +122,31 @@ def steps(tiny: bool) -> list[Row]:
 
 
 def evaluation(tiny: bool) -> list[Row]:
-    """SOP's test set, by itself, beside its product and PML."""
+    """SOP's test set, by itself and beside its product."""
+    from bench_evaluation import embedding_sets
+
+    from dmlbench.evaluation.evaluate import evaluate
+
+    held = on_device(*embedding_sets("sop", 512, scale=0.02 if tiny else 1.0))
+    ours = seconds(lambda: evaluate(held), rounds=1)
+    floor = seconds(lambda: [held.rows[i : i + 2048] @ held.rows.T for i in range(0, len(held.rows), 2048)], rounds=1)
+    (embedding,) = embedding_sets("cub", 128, scale=0.1 if tiny else 1.0)
+    verdict = "the same" if evaluate(on_device(embedding)).scores == evaluate(embedding).scores else "DIFFERENT"
+    return [
+        (f"evaluation of {len(held.rows):,} x 512", f"{ours:.2f} s", f"{floor:.2f} s its product alone"),
+        ("scores of CUB's size on both devices", verdict, "every digit"),
+    ]
+
+
+def pml(tiny: bool) -> list[Row]:
+    """SOP's test set by PML, which needs faiss, beside ours."""
     from bench_evaluation import embedding_sets, pml_call
 
     from dmlbench.evaluation.evaluate import evaluate
-    from dmlbench.types import EmbeddingSet
 
-    (cpu,) = embedding_sets("sop", 512, scale=0.02 if tiny else 1.0)
-    held = EmbeddingSet(*(x.cuda() if CUDA else x for x in (cpu.rows, cpu.labels, cpu.ids)))
-    ours = seconds(lambda: evaluate(held), rounds=1)
-    floor = seconds(lambda: [held.rows[i : i + 2048] @ held.rows.T for i in range(0, len(held.rows), 2048)], rounds=1)
-    rows = [(f"evaluation of {len(cpu.rows):,} x 512", f"{ours:.2f} s", f"{floor:.2f} s its product alone")]
-    same = evaluate(embedding := embedding_sets("cub", 128, scale=0.1 if tiny else 1.0)[0]).scores
-    moved = EmbeddingSet(*(x.cuda() if CUDA else x for x in (embedding.rows, embedding.labels, embedding.ids)))
-    verdict = "the same" if evaluate(moved).scores == same else "DIFFERENT"
-    rows.append(("scores of CUB's size on both devices", verdict, "every digit"))
-    theirs = seconds(pml_call([held]), rounds=1)
-    return [*rows, (f"PML, {len(cpu.rows):,} x 512", f"{theirs:.2f} s", f"{theirs / ours:.1f} times ours")]
+    held = on_device(*embedding_sets("sop", 512, scale=0.02 if tiny else 1.0))
+    ours, theirs = seconds(lambda: evaluate(held), rounds=1), seconds(pml_call([held]), rounds=1)
+    return [(f"PML, {len(held.rows):,} x 512", f"{theirs:.2f} s", f"{theirs / ours:.1f} times ours")]
 
 
 def collections(tiny: bool) -> list[Row]:
@@ -140,11 +154,9 @@ def collections(tiny: bool) -> list[Row]:
     from bench_evaluation import runs_of
 
     from dmlbench.results.collections import collections as score
-    from dmlbench.types import EmbeddingSet
 
     queries, galleries = (
-        [[EmbeddingSet(*(x.cuda() if CUDA else x for x in (e.rows, e.labels, e.ids))) for e in fold] for fold in runs]
-        for runs in runs_of("sop_sample", 0.1 if tiny else 1.0)
+        [list(map(on_device, fold)) for fold in runs] for runs in runs_of("sop_sample", 0.1 if tiny else 1.0)
     )
     ours = seconds(lambda: score(queries, galleries), rounds=1)
     floor = seconds(
@@ -159,7 +171,6 @@ def avsl(tiny: bool) -> list[Row]:
     from bench_avsl import make_distance, make_rows
 
     from dmlbench.evaluation.evaluate import evaluate
-    from dmlbench.types import EmbeddingSet
 
     size, count = (32, 300) if tiny else (512, 5924)
     distance = make_distance(argparse.Namespace(levels=3, size=size))
@@ -174,8 +185,8 @@ def avsl(tiny: bool) -> list[Row]:
 
 
 PARTS: dict[str, tuple[Callable[[bool], list[Row]], int]] = {  # and the seconds that each may take
-    "tests": (tests, 90), "scores": (scores, 80), "steps": (steps, 120), "evaluation": (evaluation, 90),
-    "collections": (collections, 60), "avsl": (avsl, 90),
+    "tests": (tests, 90), "scores": (scores, 80), "steps": (steps, 120), "evaluation": (evaluation, 60),
+    "collections": (collections, 60), "avsl": (avsl, 90), "pml": (pml, 60),
 }  # fmt: skip
 
 

@@ -35,9 +35,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("dmlbench")
+        try:
+            return version("dmlbench")
+        except PackageNotFoundError:
+            return "not installed"  # a source tree on PYTHONPATH; results record its commit, too
     if name not in _PLACES:
         raise AttributeError(f"module 'dmlbench' has no attribute '{name}'")
     value = globals()[name] = getattr(import_module(f"dmlbench.{_PLACES[name]}"), name)
