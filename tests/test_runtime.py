@@ -122,6 +122,13 @@ def test_unknown_device_is_refused_by_name(name: str) -> None:
         runtime.select_device(name)
 
 
+@pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_cuda_device_has_its_index_which_torch_needs_to_set_it(monkeypatch, name: str, index: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runtime.select_device(name) == torch.device("cuda", index)
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "config": read_config,
     "best.ckpt": load_checkpoint,

@@ -99,9 +99,12 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def select_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device where there is one, else the CPU; ``free`` one that no process has."""
+    """``auto`` is the first CUDA device where there is one, else the CPU; ``free`` one that no process has.
+
+    A CUDA device always has its index: torch takes no other in ``torch.cuda.set_device``.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "free":
         return _free_gpu()[0]
     try:
@@ -114,7 +117,7 @@ def select_device(name: str) -> torch.device:
         raise ConfigError(
             f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu"
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 @functools.cache

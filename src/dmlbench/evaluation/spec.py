@@ -67,10 +67,7 @@ class EvaluationSpec:
 
     def device_for(self, rows: Tensor) -> torch.device:
         """Return the device on which the embeddings ``rows`` are searched."""
-        device = rows.device if self.device is None else select_device(self.device)
-        if device.type == "cuda" and device.index is None:  # tensors name theirs, and cuda is not equal to cuda:0
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
+        return rows.device if self.device is None else select_device(self.device)
 
     @property
     def search(self) -> str:
