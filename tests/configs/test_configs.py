@@ -177,9 +177,7 @@ def test_every_experiment_composes(option: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", own_commands(), ids=str)
 def test_every_row_of_our_own_tables_composes(command: Command) -> None:
-    not_tuned = {"recipe=last_blocks"}  # tune=true writes it
-    overrides = [each for each in command.overrides if each not in not_tuned]
-    check(compose("train", [f"experiment={command.table}", *overrides]))
+    check(compose("train", [f"experiment={command.table}", *command.overrides]))
 
 
 @pytest.mark.slow
