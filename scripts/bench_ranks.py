@@ -18,7 +18,6 @@ import torch
 from dmlbench import ranks as ranks_module
 from dmlbench.build import make_experiment
 from dmlbench.config import compose
-from dmlbench.runtime import select_device
 from dmlbench.training.fit import fit
 from dmlbench.types import num_launched
 
@@ -48,7 +47,7 @@ def worker(steps: int, overrides: list[str], out: Path) -> None:
     cfg = compose(
         "train", [*SMALL, *overrides, *fixed, f"fit.max_steps={steps + 2}", f"fit.validate_every={steps + 2}"]
     )
-    with ranks_module.joined_ranks(processes, select_device(cfg.device)) as (ranks, device):
+    with ranks_module.joined_ranks(processes, cfg.device) as (ranks, device):
         torch.set_num_threads(1)
         experiment = make_experiment(cfg, out.parent, device, ranks=ranks)
         starts: list[tuple[float, float]] = []

@@ -60,7 +60,7 @@ def train(method: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with joined_ranks(num_launched(), torch.device("cpu")) as (ranks, device):
+    with joined_ranks(num_launched(), "cpu") as (ranks, device):
         for name in sys.argv[2:] or METHODS:
             weights = train(name, Path(sys.argv[1]), ranks, device)
             torch.save(weights, Path(sys.argv[1]) / name / f"weights_{ranks.rank}.pt")

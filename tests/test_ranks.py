@@ -52,7 +52,28 @@ def test_a_run_of_several_processes_needs_torchrun() -> None:
     with pytest.raises(
         ConfigError, match=r"fit.processes: got 2, but 1 run. Start them by torchrun --nproc_per_node=2"
     ):
-        joined_ranks(2, torch.device("cpu")).__enter__()
+        joined_ranks(2, "cpu").__enter__()
+
+
+@pytest.mark.parametrize(("name", "refused"), [("auto", False), ("cuda", False), ("cuda:0", True), ("cuda:1", True)])
+def test_processes_of_torchrun_choose_their_gpus_themselves(
+    monkeypatch: pytest.MonkeyPatch, name: str, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda url: iter(()))  # ends it here, by StopIteration
+    for key, value in {
+        "TORCHELASTIC_RUN_ID": "none",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+    }.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError if refused else RuntimeError, match="Set device=cuda" if refused else None):
+        joined_ranks(2, name).__enter__()
+    assert chosen == ([] if refused else [torch.device("cuda", 1)])
 
 
 def test_torchrun_trains_one_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmlbench.runtime import derive_seed
+from dmlbench.runtime import derive_seed, select_device
 from dmlbench.types import ConfigError, EmbeddingSet, RunError, num_launched
 
 _T = TypeVar("_T")
@@ -154,8 +154,8 @@ def _peers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined_ranks(processes: int, device: torch.device) -> Iterator[tuple[Ranks, torch.device]]:
-    """Join the processes of torchrun; yields them and this rank's device.
+def joined_ranks(processes: int, name: str) -> Iterator[tuple[Ranks, torch.device]]:
+    """Join the processes of torchrun; yields them and this rank's device, of the one that ``device=<name>`` selects.
 
     Raises:
         ConfigError: unless torchrun started ``processes``.
@@ -164,15 +164,16 @@ def joined_ranks(processes: int, device: torch.device) -> Iterator[tuple[Ranks, 
         raise ConfigError(
             f"fit.processes: got {processes}, but {launched} run. Start them by torchrun --nproc_per_node={processes}."
         )
+    device = select_device(name)
     if processes == 1:
         yield Ranks(), device
         return
     backend = "gloo"
     if device.type == "cuda":
         here, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-        if here > count or device.index is not None:
+        if here > count or name not in ("auto", "cuda"):
             raise ConfigError(
-                f"torchrun: got {here} processes on {device}, expected at most {count}, one per GPU. Set device=cuda."
+                f"torchrun: got {here} processes on {name}, expected at most {count}, one per GPU. Set device=cuda."
             )
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -89,7 +89,7 @@ def run(cfg: DictConfig, on_validation: OnValidation | None = None) -> Path:
     """
     check(cfg)
     run_dir = directory_of(cfg)
-    with joined_ranks(cfg.fit.processes, runtime.select_device(cfg.device)) as (ranks, device):
+    with joined_ranks(cfg.fit.processes, cfg.device) as (ranks, device):
         store.make_directory(run_dir)
         if ranks.is_first:
             _run_unless_complete(cfg, run_dir, device, ranks, on_validation)

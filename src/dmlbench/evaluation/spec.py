@@ -67,7 +67,10 @@ class EvaluationSpec:
 
     def device_for(self, rows: Tensor) -> torch.device:
         """Return the device on which the embeddings ``rows`` are searched."""
-        return rows.device if self.device is None else select_device(self.device)
+        device = rows.device if self.device is None else select_device(self.device)
+        if self.device in ("auto", "cuda") and device.type == "cuda":  # in a run on several GPUs, that of this process
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
 
     @property
     def search(self) -> str:
