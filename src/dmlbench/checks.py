@@ -2,7 +2,7 @@
 
 import dataclasses
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
@@ -15,6 +15,7 @@ from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.models.avsl_distance import BorrowedDistance
+from dmlbench.models.closed_form import ClosedForm
 from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, nodes
 
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
@@ -125,6 +126,12 @@ def _check_head(cfg: DictConfig) -> None:
         )
     if not head.pools and cfg.pooling is None:
         raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
+    option = cfg.runtime.get("choices", {}).get("head")
+    if option in ("identity", *get_args(ClosedForm)) and cfg.head.init != option:  # as where an experiment sets it
+        raise ConfigError(
+            f"head.init: got {cfg.head.init}, expected {option} with head={option}. Add head.init={option}, or set "
+            "head=linear."
+        )
     distance = build_distance(cfg)
     name = type(distance).__name__
     if declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):

@@ -388,3 +388,10 @@ def test_a_row_without_training_is_not_trained_by_an_experiments_length() -> Non
     OmegaConf.update(cfg, "runtime.choices.fit", "untrained", force_add=True)
     with pytest.raises(ConfigError, match=r"fit.max_steps: got 3, expected 0 with fit=untrained"):
         check(cfg)
+
+
+def test_a_head_in_closed_form_has_the_weights_of_its_name() -> None:
+    cfg = compose("train", ["experiment=last_blocks", "head=learned_whitening", "fit=untrained", "hydra.mode=RUN"])
+    OmegaConf.update(cfg, "runtime.choices.head", "learned_whitening", force_add=True)  # the experiment sets init=pca
+    with pytest.raises(ConfigError, match=r"head.init: got pca, expected learned_whitening .*Add head.init=learned_wh"):
+        check(cfg)
