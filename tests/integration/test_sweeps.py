@@ -118,6 +118,11 @@ def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys
     assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3, the folds of the protocol."
 
 
+def test_a_misspelt_option_ends_a_sweep_with_one_message(command) -> None:
+    (error,) = command("train", "-m", *TINY, "pooling=gap,gpa", code=2).splitlines()
+    assert error.startswith("dmlbench: error: pooling=gpa is unknown: did you mean 'gap'?")
+
+
 def test_a_sweep_whose_jobs_all_fail_the_check_starts_none(tmp_path: Path, command, monkeypatch) -> None:
     monkeypatch.setenv("DMLBENCH_OUTPUT", str(tmp_path / "out"))
     error = command("train", "-m", *TINY, "fold=7", "repeat=0,1", code=2)

@@ -80,7 +80,7 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
     """Print which jobs of a sweep cannot start, before hours are spent on the others. Inside of ``composing()``.
 
     Raises:
-        ConfigError: no job can start.
+        ConfigError: no job can start, or one has a misspelt option, which Hydra composes before it starts any.
     """
     wanted = [tuple(o for o in job if re.split("[./]", key_of(o))[0] not in (*COORDINATES, "hydra")) for job in jobs]
     with quiet("dmlbench.recipes"):
@@ -89,6 +89,7 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
     for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
         config = composed[overrides]
         if isinstance(config, str):
+            composed_run(overrides)  # an option that Hydra cannot compose ends the whole sweep: its error is enough
             found.append((name, config))
             continue
         folds = (o.partition("=")[2] for o in job if key_of(o) == "fold")
