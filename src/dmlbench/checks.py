@@ -127,7 +127,8 @@ def _check_head(cfg: DictConfig) -> None:
     if not head.pools and cfg.pooling is None:
         raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
     option = cfg.runtime.get("choices", {}).get("head")
-    if option in ("identity", *get_args(ClosedForm)) and cfg.head.init != option:  # as where an experiment sets it
+    # An experiment may set the init of its trained heads, which other heads would take over.
+    if option in ("identity", *get_args(ClosedForm)) and cfg.head.init != option:
         raise ConfigError(
             f"head.init: got {cfg.head.init}, expected {option} with head={option}. Add head.init={option}, or set "
             "head=linear."

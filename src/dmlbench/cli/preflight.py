@@ -85,11 +85,12 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
     wanted = [tuple(o for o in job if re.split("[./]", key_of(o))[0] not in (*COORDINATES, "hydra")) for job in jobs]
     with quiet("dmlbench.recipes"):
         composed = compose_configs(wanted, composer({}, is_checked=True))
+        for overrides in (each for each, config in composed.items() if isinstance(config, str)):
+            composed_run(overrides)  # an option that Hydra cannot compose ends the whole sweep: its error is enough
     found: list[tuple[str, str]] = []
     for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
         config = composed[overrides]
         if isinstance(config, str):
-            composed_run(overrides)  # an option that Hydra cannot compose ends the whole sweep: its error is enough
             found.append((name, config))
             continue
         folds = (o.partition("=")[2] for o in job if key_of(o) == "fold")
