@@ -182,7 +182,8 @@ def joint_recipe(
         for (backbone, pooling, head), block in blocks.items()
     ]  # fmt: skip
     head = (
-        f"# The best trials of the searches of conf/search/{name}.yaml, by validation under protocol=hpo.\n"
+        "# Tuned hyper-parameters: the trial with the best validation score (protocol=hpo) in each search "
+        f"with conf/search/{name}.yaml.\n"
         f"{WRITTEN} {name} tune=true`.\n"
     )
     content = {"covers": covers, "settings": list(entries.values())}
