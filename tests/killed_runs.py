@@ -1,6 +1,10 @@
-"""Runs that end between two steps, as if killed."""
+"""Runs that end between two steps, as if killed, and processes that are killed."""
 
+import contextlib
 import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,3 +39,24 @@ def killed_after(steps: int, monkeypatch: pytest.MonkeyPatch, cfg: DictConfig) -
         patch.setattr(build_module, "build_train_batches", dying)
         with pytest.raises(Killed):
             run_module.run(cfg)
+
+
+@contextlib.contextmanager
+def other_process(context: contextlib.AbstractContextManager[Any]) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A forked process that enters ``context`` and is killed at the end of the block."""
+    fork = multiprocessing.get_context("fork")
+    entered = fork.Event()
+
+    def stay() -> None:
+        with context:
+            entered.set()
+            time.sleep(60)
+
+    process = fork.Process(target=stay)
+    process.start()
+    try:
+        assert entered.wait(30)
+        yield process
+    finally:
+        process.kill()
+        process.join()

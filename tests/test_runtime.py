@@ -1,16 +1,18 @@
+import contextlib
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from killed_runs import other_process
 
 from dmlbench import runtime
 from dmlbench.config import read_config
@@ -83,18 +85,17 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path) -> No
 
 
 def test_a_folder_appears_whole_and_leftovers_of_killed_processes_go(tmp_path) -> None:
-    code = f"""
-import time; from pathlib import Path; from dmlbench.runtime import whole_folder
-with whole_folder(Path({str(tmp_path / "x")!r})) as folder:
-    (folder / "weights").write_text("secret"); print("written", flush=True); time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "written\n"
+    @contextlib.contextmanager
+    def unfinished_folder() -> Iterator[None]:
+        with runtime.whole_folder(tmp_path / "x") as folder:
+            (folder / "weights").write_text("secret")
+            yield
+
+    with other_process(unfinished_folder()):
         (left,) = tmp_path.iterdir()
         with runtime.whole_folder(tmp_path / "x") as folder:
             (folder / "a").write_text("whole")
         assert left.exists()  # somebody fills it
-        process.kill()
     shutil.rmtree(tmp_path / "x")
     with pytest.raises(ValueError), runtime.whole_folder(tmp_path / "x"):
         assert not left.exists()

@@ -1,5 +1,6 @@
 """``dmlbench evaluate`` on files: what is printed, what is written, what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -62,30 +63,19 @@ def test_scores_below_their_limits_are_named_after_all_files_are_written(tmp_pat
     assert json.loads((tmp_path / "scores.json").read_text())["scores"] == scores
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    for overrides, error, message in (
-        (["run=a", "embeddings=b"], ConfigError, "either run="),
-        (["run=a", "labels=b"], ConfigError, "labels=b belongs to embeddings"),
-        ([f"embeddings={tmp_path}/x.npz", "output=none/x.json"], RunError, "no folder none"),
-        ([f"embeddings={tmp_path}/x.npz", f"output={tmp_path}/x.npz"], ConfigError, "named twice"),
-        (
-            ["embeddings=unread.npz", "++fail_below={map:0.2}"],
-            ConfigError,
-            "fail_below: got map, expected one of p_at_1, rec",
-        ),
-        (
-            ["embeddings=unread.npz", "++fail_below={map_at_r:20}"],
-            ConfigError,
-            "got 20, expected a fraction",
-        ),
-        (
-            ["embeddings=unread.npz", "metrics=[intra_class_distance]", "++fail_below={intra_class_distance:0.2}"],
-            ConfigError,
-            "got intra_class_distance",
-        ),
-        (["embeddings=unread.npz", "hardest=0"], ConfigError, r"hardest \(0\) must be at least 1"),
-        (["embeddings=unread.npz", "hardest=2", "evaluation.metrics=[nmi]"], ConfigError, "it has none; add map_at_r"),
+def test_options_that_do_not_go_together_are_refused() -> None:
+    base = arguments("evaluate", "embeddings=unread.npz")
+    distance, nmi = ({**base.evaluation, "metrics": [name]} for name in ("intra_class_distance", "nmi"))
+    for changed, error, message in (
+        ({"run": "a"}, ConfigError, "either run="),
+        ({"run": "a", "embeddings": None, "labels": "b"}, ConfigError, "labels=b belongs to embeddings"),
+        ({"output": "none/x.json"}, RunError, "no folder none"),
+        ({"output": "unread.npz"}, ConfigError, "named twice"),
+        ({"fail_below": {"map": 0.2}}, ConfigError, "fail_below: got map, expected one of p_at_1, rec"),
+        ({"fail_below": {"map_at_r": 20}}, ConfigError, "got 20, expected a fraction"),
+        ({"evaluation": distance, "fail_below": {"intra_class_distance": 1}}, ConfigError, "got intra_class_distance"),
+        ({"hardest": 0}, ConfigError, r"hardest \(0\) must be at least 1"),
+        ({"hardest": 2, "evaluation": nmi}, ConfigError, "it has none; add map_at_r"),
     ):
         with pytest.raises(error, match=message):
-            simple_commands.evaluate(arguments("evaluate", *overrides))
+            simple_commands.evaluate(dataclasses.replace(base, **changed))

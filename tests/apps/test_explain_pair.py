@@ -184,16 +184,14 @@ AVSL = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
-    """A run of one step of AVSL and one of average pooling."""
-    root = tmp_path_factory.mktemp("runs")
-    for method in (AVSL, ()):
-        folders = (f"paths.output_dir={root}/outputs", f"paths.cache_dir={root}/cache")
-        with pytest.raises(SystemExit) as info:
-            main(["train", *TINY, *method, *folders])
-        assert info.value.code == 0
-    found = [checkpoint.parent for checkpoint in root.glob("outputs/*/*/*/*/best.ckpt")]
-    return {"avsl" if "-avsl-" in str(run) else "gap": run for run in found}
+def run_dir(tmp_path_factory) -> Path:
+    """A run of one step of AVSL."""
+    root = tmp_path_factory.mktemp("run")
+    with pytest.raises(SystemExit) as info:
+        main(["train", *TINY, *AVSL, f"paths.output_dir={root}/outputs", f"paths.cache_dir={root}/cache"])
+    assert info.value.code == 0
+    (checkpoint,) = root.glob("outputs/*/*/*/*/best.ckpt")
+    return checkpoint.parent
 
 
 def explain(*arguments: str) -> int:
@@ -203,19 +201,19 @@ def explain(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, monkeypatch, capsys) -> None:
-    run, table = runs["avsl"], load_run(runs["avsl"], {}, device="cpu").data.table
-    assert explain(f"run={run}", "pair=3,17") == 0
-    assert f"written: {run}/explain_3_17.png, {run}/explain_3_17.json" in capsys.readouterr().out
-    by_row = json.loads((run / "explain_3_17.json").read_text())
+def test_command_takes_rows_paths_and_files_to_the_same_numbers(run_dir, tmp_path, monkeypatch, capsys) -> None:
+    table = load_run(run_dir, {}, device="cpu").data.table
+    assert explain(f"run={run_dir}", "pair=3,17") == 0
+    assert f"written: {run_dir}/explain_3_17.png, {run_dir}/explain_3_17.json" in capsys.readouterr().out
+    by_row = json.loads((run_dir / "explain_3_17.json").read_text())
     assert by_row["images"][1]["class_name"] == table.class_names[table.labels[17]]
     assert by_row["distance"] > 0
     assert math.isclose(sum(level["contribution"] for level in by_row["levels"]), by_row["distance"], rel_tol=1e-12)
 
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.asarray(table.pixels[17])).save("it is one.png")
-    assert explain(f"run={run}", f"pair=[{table.paths[3]},17]", "output=paths.png", "num_nodes=1") == 0
-    assert explain(f"run={run}", f"pair={table.paths[3]},it is one.png", "output=files.png", "num_nodes=1") == 0
+    assert explain(f"run={run_dir}", f"pair=[{table.paths[3]},17]", "output=paths.png", "num_nodes=1") == 0
+    assert explain(f"run={run_dir}", f"pair={table.paths[3]},it is one.png", "output=files.png", "num_nodes=1") == 0
     for name in ("paths", "files"):
         found = json.loads((tmp_path / f"{name}.json").read_text())
         assert found["levels"][0]["nodes"] == by_row["levels"][0]["nodes"]
@@ -229,20 +227,20 @@ def test_command_takes_rows_paths_and_files_to_the_same_numbers(runs, tmp_path, 
     ([], "give pair=<image>,<another> and one run"),
 ])  # fmt: skip
 @pytest.mark.fast_sample(4)
-def test_what_cannot_be_explained_is_refused(runs, tmp_path, monkeypatch, capsys, arguments, message) -> None:
+def test_what_cannot_be_explained_is_refused(run_dir, tmp_path, monkeypatch, capsys, arguments, message) -> None:
     monkeypatch.chdir(tmp_path)
-    assert explain(f"run={runs['avsl']}", *arguments) == 2
+    assert explain(f"run={run_dir}", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_of_any_size_goes_through_the_transform_of_the_run(runs, tmp_path) -> None:
+def test_a_file_of_any_size_goes_through_the_transform_of_the_run(run_dir, tmp_path) -> None:
     """The same photograph, named as one of the data set and as a file, is the same to the network."""
     for name, size in (("a/0.png", (50, 70)), ("b/0.png", (90, 40)), ("c/0.png", (36, 36)), ("d/0.png", (40, 40))):
         (tmp_path / name).parent.mkdir()
         pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / name)
     table = folder(tmp_path)
-    run = load_run(runs["avsl"], {}, device="cpu")
+    run = load_run(run_dir, {}, device="cpu")
     photographs = dataclasses.replace(
         run,
         data=dataclasses.replace(run.data, table=table),

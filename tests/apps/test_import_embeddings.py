@@ -1,18 +1,16 @@
 """Embeddings of other code as configs: checked against the data, scored by the same engine, marked where they stand."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from composed import arguments
 
 from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.apps.import_embeddings import Imported, _of_table, import_config
 from dmlbench.apps.loading import distance_of_run, load
-from dmlbench.components import component
-from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
 from dmlbench.evaluation.embeddings.embed import read_embeddings, save_embeddings
@@ -20,20 +18,16 @@ from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, read_result, runs_by_config
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
 
-DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
 PATTERN = "fold{fold}_rep{repeat}.npz"
 
 
 @pytest.fixture
-def table(tmp_path):
-    return component(compose("import", [*DATA, f"paths.cache_dir={tmp_path}"]).dataset.table)
+def taken(import_arguments, tmp_path):
+    def run(**changed) -> Imported:
+        given = {"name": "theirs", "embeddings": str(tmp_path / PATTERN), **changed}
+        return import_config(dataclasses.replace(import_arguments, **given))
 
-
-def taken(place: Path, *more: str) -> Imported:
-    paths = f"paths.cache_dir={place}", f"paths.output_dir={place}/out"
-    args = arguments("import", "name=theirs", *DATA, *paths, *more)
-    args.embeddings = args.embeddings or str(place / PATTERN)
-    return import_config(args)
+    return run
 
 
 def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
@@ -53,13 +47,13 @@ def write(place: Path, table, **changed) -> dict[tuple[int, int], np.ndarray]:
 
 
 @pytest.mark.slow
-def test_twelve_files_become_a_config_of_81_collections(table, tmp_path) -> None:
+def test_twelve_files_become_a_config_of_81_collections(table, taken, tmp_path) -> None:
     rows = write(tmp_path, table)
-    imported = taken(tmp_path, "selected=last step")
+    imported = taken(selected="last step")
     test = Mlrc().split(table, fold=0).test.query
     for at, found in rows.items():
         assert imported.scores[at] == evaluate_arrays(found, table.labels[test], ids=test).scores
-    again = taken(tmp_path, "selected=last step")  # complete runs stay
+    again = taken(selected="last step")  # complete runs stay
     assert again.scores == imported.scores and again.config == imported.config
     (runs,) = runs_by_config(find_runs(tmp_path / "out")).values()
     summary = aggregate_config(runs, EvaluationSpec(), distance_of=distance_of_run, progress=False)
@@ -74,14 +68,14 @@ def test_twelve_files_become_a_config_of_81_collections(table, tmp_path) -> None
         load(runs[0].path)
     write(tmp_path, table, rows=np.ones((24, 6), np.float32))
     with pytest.raises(RunError, match="holds other embeddings of this name; choose another name"):
-        taken(tmp_path, "selected=last step")
+        taken(selected="last step")
 
 
-def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> None:
+def test_files_of_other_images_labels_or_counts_are_refused(table, taken, tmp_path) -> None:
     test = Mlrc().split(table, fold=0).test.query
     in_order = table.labels[test]
     write(tmp_path, table, ids=None, labels=in_order)
-    notes = taken(tmp_path).notes
+    notes = taken().notes
     assert notes == ("the files have no ids: images of one class are taken to stand in the data set's order",)
     run = next(iter(find_runs(tmp_path / "out"))).path
     assert read_result(run)["imported"]["ids"] == "by order"
@@ -104,11 +98,11 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, tmp_path) -> 
     ):
         write(tmp_path, table, **changed)
         with pytest.raises(RunError, match=message):
-            taken(tmp_path, "name=others")
+            taken(name="others")
     assert {run.config.split("-")[0] for run in find_runs(tmp_path / "out")} == {"theirs"}  # nothing of those came in
 
 
-def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None:
+def test_patterns_that_cannot_name_all_runs_are_refused(table, taken, tmp_path) -> None:
     for pattern, message in (
         ("{fold}.npz", r"embeddings: got .*{fold}.npz, expected a file for each of 4 {fold} and 3 {repeat}"),
         ("{fold}_{seed}.npz", "embeddings: got the placeholder {seed}, expected only {fold} and {repeat}"),
@@ -116,14 +110,14 @@ def test_patterns_that_cannot_name_all_runs_are_refused(table, tmp_path) -> None
         ("{fold}{repeat:>100000000}.npz", "embeddings: got the placeholder {repeat:>100000000}, expected"),
     ):
         with pytest.raises(ConfigError, match=message):
-            taken(tmp_path, f"embeddings='{pattern}'")
+            taken(embeddings=pattern)
     with pytest.raises(RunError, match="12 of the 12 files of protocol 'mlrc' are missing"):
-        taken(tmp_path)
+        taken()
     write(tmp_path, table)
     (tmp_path / PATTERN.format(fold=3, repeat=2)).unlink()
     with pytest.raises(RunError, match="1 of the 12 files"):
-        taken(tmp_path)
-    assert len(taken(tmp_path, "allow_partial=true").scores) == 11
+        taken()
+    assert len(taken(allow_partial=True).scores) == 11
 
 
 def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> None:
@@ -156,10 +150,11 @@ def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> 
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_docs_writes_files_that_are_imported(repository, tmp_path) -> None:
+def test_the_loop_of_the_docs_writes_files_that_are_imported(import_arguments, taken, repository, tmp_path) -> None:
     place = importlib.util.spec_from_file_location("pml_loop", repository / "docs" / "pml_loop.py")
     loop = importlib.util.module_from_spec(place)
     place.loader.exec_module(loop)
     loop.main(tmp_path, steps=2, classes=24, images=4, size=32)
-    imported = taken(tmp_path, "dataset.table.num_classes=24")
+    dataset = import_arguments.dataset
+    imported = taken(dataset={**dataset, "table": {**dataset["table"], "num_classes": 24}})
     assert len(imported.scores) == 12 and imported.notes == ()

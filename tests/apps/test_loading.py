@@ -325,7 +325,7 @@ def rehash(folder: Path, name: str) -> None:
 PLACES = ("transform.eval", "transform.eval.extra", "backbone.extra", "head.extra", "pooling.extra")
 
 
-@pytest.mark.fast_sample(2)
+@pytest.mark.fast_sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exported_folder_opens_no_connection_and_reads_no_variable(of_letters, tmp_path, monkeypatch, place) -> None:
     folder = tmp_path / "folder"
@@ -382,14 +382,14 @@ def test_an_exported_folder_runs_no_code_that_it_names(of_letters, tmp_path) -> 
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, PREPROCESSING])
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000])
-def test_a_hashed_file_that_cannot_be_parsed_is_named(of_letters, tmp_path, name: str, content: bytes) -> None:
+def test_a_hashed_file_that_cannot_be_parsed_is_named(of_letters, tmp_path, name: str) -> None:
     folder = tmp_path / "folder"
     export_run(of_letters, folder, formats=[])
-    (folder / name).write_bytes(content)
-    rehash(folder, name)
-    with pytest.raises(RunError, match=rf"{name} is damaged"):
-        dmlbench.load(folder)
+    for content in (b"", b"[]", b"{}", b"\xff", b"[" * 100_000):
+        (folder / name).write_bytes(content)
+        rehash(folder, name)
+        with pytest.raises(RunError, match=rf"{name} is damaged"):
+            dmlbench.load(folder)
 
 
 @pytest.mark.slow

@@ -91,13 +91,14 @@ def test_a_run_remembers_the_folder_of_options_which_is_not_part_of_its_hash(roo
 
 
 COMMANDS = {
-    "export": ("run={run}", "output={place}/folder", "formats=[]"),
     "evaluate": ("run={run}", "from_checkpoint=true", "device=cpu", "num_workers=0"),
+    "export": ("run={run}", "output={place}/folder", "formats=[]"),
     "explain": ("run={run}", "num_images=1", "device=cpu", "output={place}/x.png"),
     "embed": ("model={run}", "images={place}/images", "output={place}/x.safetensors", "device=cpu"),
 }
 
 
+@pytest.mark.fast_sample(2)  # evaluate and embed
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_find_the_module_or_say_how_to(command, root, run_dir, tmp_path, monkeypatch, name: str) -> None:
     monkeypatch.chdir(root)

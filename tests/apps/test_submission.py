@@ -2,35 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from composed import arguments
 
 from dmlbench.apps.submission import Checked, check_submission, read_submission
-from dmlbench.components import component
-from dmlbench.config import compose
 from dmlbench.data.protocols import Mlrc
 from dmlbench.results.store import find_runs, read_result
 from dmlbench.types import ImageTable, RunError
 
-DATA = [f"dataset.table.{key}" for key in ("num_classes=12", "images_per_class=4", "image_size=32")]
 DESCRIPTION = {
     "method": "theirs", "backbone": "small CNN", "pretraining_data": "none", "trained_parameters": 1234,
     "image_size": 32, "tuning_budget": "one setting", "selected": "last step", "dataset": "glyphs_collage",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def table(cache_dir: Path) -> ImageTable:
-    made: ImageTable = component(compose("import", [*DATA, f"paths.cache_dir={cache_dir}"]).dataset.table)
-    return made
 
 
 @pytest.fixture
@@ -45,9 +31,8 @@ def folder(table: ImageTable, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def check(folder: Path, cache_dir: Path, tmp_path: Path) -> Callable[[], Checked]:
-    args = arguments("import", *DATA, f"paths.cache_dir={cache_dir}", f"paths.output_dir={tmp_path}/out")
-    return lambda: check_submission(args, read_submission(folder), folder)
+def check(folder: Path, import_arguments: Any) -> Callable[[], Checked]:
+    return lambda: check_submission(import_arguments, read_submission(folder), folder)
 
 
 def save(place: Path, table: ImageTable, fold: int, repeat: int, **changed: np.ndarray) -> None:

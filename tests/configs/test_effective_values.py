@@ -84,7 +84,7 @@ def test_training_ends_as_in_the_public_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset", ["cub200", "cars196", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sop", "inshop"))]
+    "dataset", ["cars196", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cub200", "sop", "inshop"))]
 )
 def test_epochs_decay_and_class_vectors_are_those_of_the_code(dataset: str) -> None:
     """config/config_*_train.yaml, net/resnet.py:187 and net/load_trained_net.py:70 (torch's linear layers),

@@ -452,7 +452,7 @@ def labels(command: Command) -> tuple[str, str, str, str]:
     return command.table, command.score.row, command.score.dataset, command.score.setting
 
 
-@pytest.mark.fast_sample(6)
+@pytest.mark.fast_sample(5)
 @pytest.mark.parametrize("some", sorted(SOME), ids=lambda some: " ".join(filter(None, some)))
 def test_configs_of_tables_have_the_printed_values(some: tuple[str, str, str, str]) -> None:
     command = next(each for each in commands() if labels(each) == some)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import composed
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -58,15 +59,20 @@ def test_weights_count_by_content_not_by_path(tmp_path: Path) -> None:
     first.write_bytes(b"one")
     copy.write_bytes(b"one")
     other.write_bytes(b"two")
-    ids = [config_id(compose("train", [f"backbone.weights_file={path}"])) for path in (first, copy, other)]
+    cfg, ids = composed(), []
+    for path in (first, copy, other):
+        cfg.backbone.weights_file = str(path)
+        ids.append(config_id(cfg))
     assert ids[0] == ids[1] != ids[2]
-    gone = tmp_path / "elsewhere" / "a.pth"
-    assert contents(compose("train", [f"backbone.weights_file={gone}"])) == {"backbone.weights_file": "a.pth"}
+    cfg.backbone.weights_file = f"{tmp_path}/elsewhere/a.pth"
+    assert contents(cfg) == {"backbone.weights_file": "a.pth"}
 
 
 def test_data_roots_do_not_count_but_options_do(tmp_path: Path) -> None:
     def of(*overrides: str) -> str:
-        return config_id(compose("train", ["dataset=folder", *overrides]))
+        cfg = composed("dataset=folder")
+        cfg.merge_with_dotlist(list(overrides))
+        return config_id(cfg)
 
     assert of() == of(f"dataset.table.root={tmp_path}") == of(f"paths.data_dir={tmp_path}")
     assert of(f"dataset.table.csv={tmp_path}/list.csv") == of("dataset.table.csv=/elsewhere/list.csv") != of()
@@ -94,17 +100,17 @@ def test_a_second_machine_completes_the_table(tmp_path: Path) -> None:
 
 
 def test_changed_user_code_is_another_config(user_code: Path) -> None:
-    def of() -> str:
-        return config_id(compose("train", ["loss=contrastive", "loss._target_=own_loss.Scaled"]))
-
-    before = of()
-    assert of() == before != config_id(compose("train", ["loss=contrastive"]))
+    cfg = composed("loss=contrastive")
+    default = config_id(cfg)
+    cfg.loss._target_ = "own_loss.Scaled"
+    before = config_id(cfg)
+    assert config_id(cfg) == before != default
     source = (user_code / "own_loss.py").read_text()
     (user_code / "own_loss.py").write_text(source.replace("return super", "return 0.0 * super"))
-    changed = of()
+    changed = config_id(cfg)
     (user_code / "own_loss.py").write_text(source)
     (user_code / "own_helper.py").write_text("SCALE = 2.0\n")
-    assert len({before, changed, of()}) == 3
+    assert len({before, changed, config_id(cfg)}) == 3
 
 
 def test_a_process_keeps_the_code_that_it_imported(user_code: Path) -> None:

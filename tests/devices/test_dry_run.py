@@ -114,8 +114,10 @@ def test_loss(loss: str) -> None:
     check_steps_of_loss(loss=loss)
 
 
-@pytest.mark.parametrize(("shared", "intra"), [("permuted", "permuted"), ("across_classes", "within_class")])
-@pytest.mark.parametrize("shares", ["of_batch", "of_queue"])
+@pytest.mark.parametrize(
+    ("shared", "intra", "shares"),
+    [("permuted", "permuted", "of_batch"), ("across_classes", "within_class", "of_queue")],
+)
 def test_diva_with_keys(shared: str, intra: str, shares: str) -> None:
     others = option("regularizer", "diva")
     others["self_similarity"] |= {"queue_size": 20, "shares": shares}
@@ -123,11 +125,13 @@ def test_diva_with_keys(shared: str, intra: str, shares: str) -> None:
     check_steps_of_loss(loss=loss, regularizer=others)
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("loss", OF_PAIRS)
 def test_loss_with_a_memory(loss: str) -> None:
     check_steps_of_loss(loss=option("loss", "xbm") | {"loss": option("loss", loss)})
 
 
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize("pairs", ["positive_negative", "anchor_negative"])
 @pytest.mark.parametrize("loss", ["contrastive", "multi_similarity", "proxy_anchor"])
 def test_loss_with_mixtures(loss: str, pairs: str) -> None:

@@ -29,7 +29,7 @@ VIEWS = 3
 HEAD = "head.out_features=8"
 SMALL = [
     *("dataset=glyphs", "dataset.table.num_classes=8", "dataset.table.images_per_class=6", "backbone=resnet20_small"),
-    *("dataset.table.image_size=24", "transform.train.padding=2", "fit.max_steps=20", "fit.validate_every=10"),
+    *("dataset.table.image_size=24", "transform.train.padding=2", "fit.max_steps=12", "fit.validate_every=6"),
     *("sampler.classes_per_batch=2", "sampler.images_per_class=2", "device=cpu", "fit.keep=both"),
 ]
 MAPS = ["feature_cache=maps", f"feature_cache.views={VIEWS}", "feature_cache.dtype=float32"]
@@ -119,7 +119,7 @@ def test_a_killed_run_and_a_killed_build_resume_to_the_same_bits(
 def test_pooled_features_are_the_same_bits_from_stored_maps_as_from_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = ["backbone.frozen_until=all", "fit=untrained", f"feature_cache.views={VIEWS}"]
+    half = ["backbone.frozen_until=all", "fit=untrained", "fit.max_steps=0", f"feature_cache.views={VIEWS}"]
     run(config(tmp_path / "images", *half, "feature_cache=pooled"))
     run(config(tmp_path / "maps", *half, "feature_cache=maps"))
     with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_pooled_features_are_the_same_bits_from_stored_maps_as_from_images(
 
 
 def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:
-    choices = ["backbone.frozen_until=all", *MAPS, "backbone.weights_file=null", "fit=untrained"]
+    choices = ["backbone.frozen_until=all", *MAPS, "backbone.weights_file=null", "fit=untrained", "fit.max_steps=0"]
     run(config(tmp_path, *choices))
     run(config(tmp_path, *choices, "head.out_features=4"))
     (path,) = (tmp_path / "cache").glob("*.features")

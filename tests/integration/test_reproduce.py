@@ -292,7 +292,7 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     assert "MIXED CODE: " in out
 
 
-@pytest.mark.fast_sample(5)
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

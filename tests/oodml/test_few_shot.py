@@ -259,9 +259,9 @@ def test_settings_of_an_adaptation_are_those_of_the_public_code(made: Path) -> N
     ("overrides", "beta"),
     [
         (["loss=multi_similarity_oodml"], 1.2),
-        (["loss=arcface"], 1.2),
+        pytest.param(["loss=arcface"], 1.2, marks=pytest.mark.slow),
         (["loss=margin_oodml", "miner=rho_distance_weighted", "regularizer=s2sd"], 0.6),
-        (["loss=diva", "head=unit_parts"], 1.2),
+        pytest.param(["loss=diva", "head=unit_parts"], 1.2, marks=pytest.mark.slow),
     ],
 )
 def test_the_boundary_is_the_one_that_the_run_started_with(overrides: list[str], beta: float) -> None:

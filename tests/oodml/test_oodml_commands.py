@@ -190,7 +190,7 @@ def test_areas_have_a_closed_form() -> None:
     assert area_under([[1.0, 0.5, 0.0], [1, 1, 1]], [10, 15, 20]).tolist() == [0.5, 1.0]
 
 
-@pytest.mark.fast_sample(5)
+@pytest.mark.fast_sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -165,7 +165,7 @@ def test_concatenated_equals_evaluation_of_the_concatenated_rows(
     spec = EvaluationSpec(RECALL_AT)
     found, _ = concatenated_scores(members, galleries, spec=spec)
     assert len(found) == 81
-    for choice, evaluation in found.items():
+    for choice, evaluation in list(found.items())[::4]:
         queries = joined([members[f][r] for f, r in enumerate(choice)])
         gallery = None if galleries is None else joined([galleries[f][r] for f, r in enumerate(choice)])
         expected = evaluate(queries, gallery, spec)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from killed_runs import other_process
 
 from dmlbench.config import read_config
 from dmlbench.results import store
@@ -45,18 +46,10 @@ def test_state_of_a_run_follows_its_files(tmp_path) -> None:
 
 def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path) -> None:
     path = _run(tmp_path)
-    holder = "import sys; from pathlib import Path; from dmlbench.results.store import locked\n"
-    holder += f"with locked(Path({str(path)!r})): print('held', flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    with other_process(store.locked(path)) as process:
         assert store.is_locked(path)
         with pytest.raises(RunError, match=f"in use by process {process.pid}"), store.locked(path):
             pass
-    finally:
-        process.kill()
-        process.wait()
     assert not store.is_locked(path)
     (path / ".last.ckpt.x.tmp").write_text("half")
     with store.locked(path):

@@ -70,14 +70,15 @@ def test_tensorboard_shows_curves_pictures_scores_and_configuration(tmp_path) ->
     assert b"pooling: gsp" in text.tensor_proto.string_val[0]
 
 
-def test_tensorboard_drops_what_a_killed_process_wrote_after_its_checkpoint(tmp_path) -> None:
-    killed = tensorboard(tmp_path)
+def test_tensorboard_drops_what_a_killed_process_wrote_after_its_checkpoint(tmp_path, monkeypatch) -> None:
+    killed, now = tensorboard(tmp_path), time.time
     killed.start(0)
     for step in range(1, 6):
         killed.log(step, {"train/loss": step / 2})
     # never closed; its checkpoint was that of step 3
-    for first in (3, 0):  # continued, then begun anew
-        time.sleep(1.1)  # TensorBoard reads its files by the second in their names
+    for ahead, first in ((2, 3), (4, 0)):  # resumed, then begun anew
+        # TensorBoard reads its files by the second in their names
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: now() + ahead)
         again = tensorboard(tmp_path)
         again.start(first)
         again.log(first + 1, {"train/loss": 100.0})

@@ -175,7 +175,7 @@ def test_a_trial_that_ends_while_another_process_claims_is_not_resumed(tmp_path,
         def locked_late(asked, number):  # between the list of trials and the lock, the first process ends its trial
             if not ending.ident:
                 ending.start()
-                ending.join(1)
+                ending.join(0.3)
             return lock_of(asked, number)
 
         monkeypatch.setattr(search, "_lock_of", locked_late)
@@ -204,18 +204,20 @@ def test_a_kill_while_the_folder_was_made_leaves_a_search_that_can_begin(tmp_pat
 
 def test_who_reports_last_knows_of_all_trials(tmp_path, monkeypatch) -> None:
     Runs(monkeypatch)
-    asked, seen = made(tmp_path, trials=1), []
+    asked, seen, at_lock = made(tmp_path, trials=1), [], threading.Event()
     conducted(asked)
 
     def last() -> None:
         conducted(dataclasses.replace(asked, trials=2))
+        at_lock.set()
         with search.reporting(asked) as found:
             seen.append(len(found))
 
     with search.reporting(asked) as found:
         other = threading.Thread(target=last)
         other.start()
-        other.join(2)
+        assert at_lock.wait(30)
+        other.join(0.3)
         assert (len(found), seen) == (1, [])  # it waits until this report is written
     other.join(10)
     assert seen == [2]

@@ -179,6 +179,7 @@ def test_real_cifar100_has_its_published_counts(shared_dir: Path, tmp_path: Path
     assert len(distinct) == 59_974
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_a_real_subset_of_cifar10_as_images(shared_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="published train 30,000 images of 5 classes"):

@@ -233,6 +233,7 @@ def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> N
         folder(tmp_path, csv="list.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("archive", "root", "images", "classes"),

@@ -91,6 +91,7 @@ def test_an_incomplete_archive_is_told_from_the_published_one(tmp_path: Path) ->
         omniglot(tmp_path, cache_dir=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_the_published_small_archive_has_136_characters_of_5_alphabets(shared_dir: Path, tmp_path: Path) -> None:
     table = omniglot(shared_dir / "data" / "omniglot", cache_dir=tmp_path)

@@ -77,6 +77,7 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content
         tiny_imagenet(tmp_path, parts=("train", "val"), check_counts=False)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_the_subset_of_real_images_loads(shared_dir: Path, tmp_path: Path) -> None:
     shutil.unpack_archive(shared_dir / "data/tiny_imagenet/tiny-imagenet-200_subset.zip", tmp_path)

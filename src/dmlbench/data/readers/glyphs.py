@@ -288,7 +288,8 @@ def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:
 
     Each ink's bounding box is in the middle, with a border of at least two empty pixels.
     """
-    inks = [[_ink(code, font) for font in _fonts(pixels)] for code in codes]
+    fonts = _fonts(pixels)
+    inks = [[_ink(code, font) for font in fonts] for code in codes]
     side = 4 + max(max(ink.shape) for faces in inks for ink in faces)
     masters = np.zeros((len(codes), len(FACE_NAMES), side, side), dtype=np.uint8)
     for c, faces in enumerate(inks):
