@@ -59,8 +59,8 @@ def import_config(args: Any) -> Imported:
     """Check files of test embeddings against a data set, and make the runs of a config of them.
 
     A file has rows [N, D] and labels [N] of the protocol's test images of its fold, and if possible ``ids``: rows of
-    the data set's table, from 0 in its published order; the rows may then stand in any order. Without ids they must
-    stand in the table's order. Labels may be numbers of any kind, but one for each class.
+    the data set's table, from 0 (image files are sorted by path). The rows may then be in any order; without ids they
+    must be in the table's order. Labels may be numbers of any kind, but one for each class.
     """
     check_file_name(args.name)
     protocol = component(args.protocol)
@@ -171,7 +171,7 @@ def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> 
         what = "lacks" if wrong[0] in rows else "has"
         raise RunError(
             f"{source} {what} the id {wrong[0]}, expected the row of each test image of {table.name} once, from 0 in "
-            f"the published order: here {rows.min()} to {rows.max()}."
+            f"dmlbench's order (image files sorted by path): here {rows.min()} to {rows.max()}."
         )
     order = np.argsort(ids, kind="stable")
     return np.asarray(order[np.searchsorted(ids[order], rows)])
