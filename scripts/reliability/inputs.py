@@ -45,7 +45,7 @@ _WARNINGS = (
     *("damaged", "another version", "again", "building", "PARTIAL", "missing"),
     *("not as published", "warning", "failed", "without"),
 )
-_OF_DATA = ("hold no images", "not as published", "theirs are drawn repeatedly")
+_OF_DATA = ("have no images", "not as published", "their images are repeated")
 Damage = Callable[[Path], object]
 
 

@@ -167,12 +167,18 @@ def use_feature_cache(
         expected = "all" if settings.level == "pooled" else "a stage or all"
         raise ConfigError(
             f"backbone.frozen_until: got {backbone.frozen_until}, expected {expected} with "
-            f"feature_cache.level={settings.level}. Set it, or feature_cache=none."
+            f"feature_cache.level={settings.level}. Set backbone.frozen_until=all or feature_cache=none."
         )
     if settings.level == "pooled" and not isinstance(model, PooledModel):
-        raise ConfigError(f"feature_cache.level: got pooled, but {cfg.head._target_} pools by itself. Set maps.")
+        raise ConfigError(
+            f"feature_cache.level: got pooled, expected maps, which {cfg.head._target_} needs. Set "
+            "feature_cache.level=maps."
+        )
     if settings.level == "maps" and model.pooling is not None and model.pooling.needs == "native":
-        raise ConfigError("feature_cache.level: got maps, but the pooling is the backbone's own. Set pooled.")
+        raise ConfigError(
+            "feature_cache.level: got maps, expected pooled, as the pooling is the backbone's own. Set "
+            "feature_cache.level=pooled."
+        )
     precision = cfg.fit.precision
     train_rows = np.flatnonzero(data.table.role == "train")
     if not np.isin(data.split.train, train_rows).all():
@@ -193,7 +199,8 @@ def use_feature_cache(
         stored = StoredMaps(tuple(tuple(x.shape[1:]) for x in outputs), (images.shape[2], images.shape[3]))
         if spec and stored != spec[0]:
             raise ConfigError(
-                f"feature_cache: images of {images.shape[2:]} and {spec[0].image_size} pixels. Crop alike."
+                f"feature_cache: got images of {images.shape[2:]} and {spec[0].image_size} pixels, expected one size. "
+                "Crop all images to the same size."
             )
         spec[:] = [stored]
         return stored.pack(outputs).to(getattr(torch, settings.dtype))
@@ -273,13 +280,13 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
         raise ConfigError(f"rerank._target_: got {cfg.rerank._target_}, expected a Reranker. Set rerank=diml.")
     if (distance := build_distance(cfg)) is not None:
         raise ConfigError(
-            f"rerank ranks lists of unit vectors again, which {type(distance).__name__} does not compare; set it to "
-            "null"
+            f"rerank: got a head with {type(distance).__name__}, expected one whose embeddings are compared as unit "
+            "vectors. Set rerank=null."
         )
     if model is not None:
         if not isinstance(model, PooledModel):
             head = cfg.head._target_
-            raise ConfigError(f"rerank projects cells of the last map, which {head} does not; choose head=linear")
+            raise ConfigError(f"rerank: got {head}, expected a head that projects the last map. Set head=linear.")
         model.require_cells()
     return rerank
 
@@ -323,16 +330,16 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
         for key, wanted in regularizer.of_head.items():
             if (given := cfg.head.get(key)) != wanted:
                 raise ConfigError(
-                    f"regularizer.{name}.{key}: got {wanted}, expected that of the head, {given or 'which has none'}. "
-                    f"Set head=hyperbolic and head.{key}={wanted}."
+                    f"regularizer.{name}.{key}: got {wanted}, but head.{key} is {given or 'not set'}. Set "
+                    f"head=hyperbolic and head.{key}={wanted}."
                 )
     for name, requires in objective.requires.items():
         for side in requires:
             if side not in (*model.provides, "keys"):  # which the training loop makes
                 of = (cfg.pooling or cfg.head)._target_
                 raise ConfigError(
-                    f"regularizer '{name}' needs '{side}' of the pooling, which {of} does not provide (it provides: "
-                    f"{', '.join(model.provides) or 'nothing'}); choose pooling=gsp or another that does"
+                    f"regularizer '{name}' needs the pooling's side output '{side}', but {of} provides "
+                    f"{', '.join(model.provides) or 'nothing'}. Set pooling=gsp or another pooling that provides it."
                 )
     return objective
 
@@ -357,7 +364,7 @@ def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
     for name in sorted(cfg.regularizer or (), key=str):
         node = cfg.regularizer[name]
         if name != "mixing" and not OmegaConf.is_dict(node):
-            raise ConfigError(f"regularizer.{name}: got {node}, expected a component with a _target_")
+            raise ConfigError(f"regularizer.{name}: got {node}, expected a component with a _target_.")
         takes = parameters_of(imported(node._target_, f"regularizer.{name}"))[0] if "_target_" in node else {}
         given = {"make_objective": functools.partial(_objective_of_size, cfg)} if "make_objective" in takes else {}
         found[str(name)] = node if name == "mixing" else component(node, **given)
@@ -448,7 +455,9 @@ def make_setup(
     settings = component(cfg.fit)
     if settings.sync_batch_norm and ranks.size > 1:
         if device.type == "cpu":
-            raise ConfigError("fit.sync_batch_norm: got true, expected false on a CPU, for which PyTorch has none.")
+            raise ConfigError(
+                "fit.sync_batch_norm: got true, expected false on a CPU. PyTorch supports it on GPUs only."
+            )
         from timm.layers import convert_sync_batchnorm  # keeps activations; here, as it takes seconds to import
 
         model = convert_sync_batchnorm(model)

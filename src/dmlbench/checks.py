@@ -25,13 +25,13 @@ _COMPONENTS = (
 
 
 def check(cfg: DictConfig) -> None:
-    """``check_values``, with a hint where a recipe took part, which an experiment may have chosen."""
+    """Run ``check_values``; errors name the recipe, which an experiment may have chosen."""
     try:
         check_values(cfg)
     except ConfigError as error:
         name = cfg.runtime.recipe.get("name")
         raise ConfigError(
-            f"{error}{f' (recipe={name} took part: recipe=none leaves it out)' if name else ''}"
+            f"{error}{f' Values may come from recipe={name}; recipe=none leaves it out.' if name else ''}"
         ) from None
 
 
@@ -45,10 +45,10 @@ def check_values(cfg: DictConfig) -> None:
             raise ConfigError(f"the configuration has no key '{key!s}': {closest(str(key), known)}")
     for key in _COMPONENTS:
         if isinstance(node := OmegaConf.select(cfg, key), DictConfig) and "_target_" not in node:
-            raise ConfigError(f"{key}: got {list(node)}, expected a component, whose class is {key}._target_.")
+            raise ConfigError(f"{key}: got keys {list(node)}, expected {key}._target_ with a class.")
     check_components(container)
     if "_target_" in (container["logger"] or {}):
-        raise ConfigError("logger has a _target_; write it under a name of its own, as in conf/logger/tensorboard.yaml")
+        raise ConfigError("logger: got _target_, expected a name for each logger, as in conf/logger/tensorboard.yaml.")
     for name, node in (container["logger"] or {}).items():
         extra = "_target_" in node and getattr(imported(node["_target_"], f"logger.{name}"), "extra", None)
         if extra and find_spec(extra) is None:
@@ -60,12 +60,12 @@ def check_values(cfg: DictConfig) -> None:
     for key in (key for key in cfg.sampler if key in _BATCH_SIZES):
         if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
-                f"{cfg.loss._target_} compares images with each other: sampler.{key} ({value}) must be at least 2, or "
-                "choose a loss with proxies"
+                f"sampler.{key}: got {value}, expected at least 2, because {cfg.loss._target_} compares images with "
+                "each other. Raise it, or choose a loss with proxies."
             )
     for part in ("train", "eval"):
         if not container["transform"].get(part):
-            raise ConfigError(f"transform has no '{part}'; write both train and eval, as in conf/transform/mlrc.yaml")
+            raise ConfigError(f"transform.{part} is missing. Set both train and eval, as in conf/transform/mlrc.yaml.")
     if cfg.runtime.get("choices", {}).get("fit") == "untrained" and cfg.fit.max_steps:
         raise ConfigError(
             f"fit.max_steps: got {cfg.fit.max_steps}, expected 0 with fit=untrained. Leave it out of the experiment."
@@ -85,22 +85,22 @@ def check_values(cfg: DictConfig) -> None:
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
     if needs_map_size(cfg) and crops[0] != crops[1]:
         raise ConfigError(
-            f"{cfg.pooling._target_} is made for one size of the map, but transform.train.crop ({crops[0]}) and "
-            f"transform.eval.crop ({crops[1]}) differ; set both to the same"
+            f"transform.eval.crop: got {crops[1]}, expected {crops[0]} as in transform.train.crop, because "
+            f"{cfg.pooling._target_} needs one size of the map. Set both to the same."
         )
     scores = component(cfg.evaluation).scores
     known_scores = [score.name for score in scores if score.metric.better is not None]
     if cfg.fit.monitor not in known_scores:
         raise ConfigError(
-            f"fit.monitor: got {cfg.fit.monitor}, expected a score with a direction that evaluation.metrics and "
-            f"evaluation.recall_at ask for: {closest(cfg.fit.monitor, known_scores)}"
+            f"fit.monitor: got {cfg.fit.monitor}, expected a score with a direction from evaluation.metrics and "
+            f"evaluation.recall_at: {closest(cfg.fit.monitor, known_scores)}"
         )
     protocol = component(cfg.protocol)
     plateau = cfg.schedule is None or issubclass(imported(cfg.schedule._target_, "schedule"), ReduceLROnPlateau)
     if (protocol.leaves_plan or protocol.planned_by) and not plateau:
         raise ConfigError(
-            f"{cfg.schedule._target_} depends on the length of the training, which protocol={protocol.name} has yet to "
-            "find; use schedule=plateau or schedule=null"
+            f"schedule: got {cfg.schedule._target_}, which needs the number of steps, but protocol={protocol.name} "
+            "still has to find it. Set schedule=plateau or schedule=null."
         )
     if container["fit"]["max_steps"] != 0:
         check_periods(container["schedule"], "schedule")
@@ -109,23 +109,25 @@ def check_values(cfg: DictConfig) -> None:
             if isinstance(node, dict) and str(node.get("_target_")).startswith("pytorch_metric_learning.distances."):
                 for key in ("p", "power"):  # others than positive ones would turn near into far
                     if isinstance(value := node.get(key, 1), int | float) and value <= 0:
-                        raise ConfigError(f"{path}.{key} ({value}) must be positive")
+                        raise ConfigError(f"{path}.{key}: got {value}, expected a positive number.")
     protocol.check_fold(cfg.fold)
     if cfg.repeat < 0:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
 
 
 def _check_head(cfg: DictConfig) -> None:
-    """The head by itself, and what its distance asks of the rest."""
+    """Check the head, and whether the other components work with its distance."""
     head = imported(cfg.head._target_, "head")
     if not hasattr(head, "pools"):
-        raise ConfigError(f"head._target_ ({cfg.head._target_}) is not a head (see dmlbench.models.projection.Head)")
+        raise ConfigError(
+            f"head._target_: got {cfg.head._target_}, expected a head (see dmlbench.models.projection.Head)."
+        )
     if head.pools and cfg.pooling is not None:
         raise ConfigError(
-            f"{cfg.head._target_} pools by itself, in addition to {cfg.pooling._target_}; set pooling=null"
+            f"pooling: got {cfg.pooling._target_}, but {cfg.head._target_} includes a pooling. Set pooling=null."
         )
     if not head.pools and cfg.pooling is None:
-        raise ConfigError(f"pooling=null: {cfg.head._target_} needs a pooling; choose one of conf/pooling")
+        raise ConfigError(f"pooling: got null, but {cfg.head._target_} needs a pooling. Choose one of conf/pooling.")
     option = cfg.runtime.get("choices", {}).get("head")
     # An experiment may set the init of its trained heads, which other heads would take over.
     if option in ("identity", *get_args(ClosedForm)) and cfg.head.init != option:
@@ -136,11 +138,13 @@ def _check_head(cfg: DictConfig) -> None:
     distance = build_distance(cfg)
     name = type(distance).__name__
     if declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):
-        raise ConfigError(f"{cfg.loss._target_} compares levels, which head=avsl has; choose another loss")
+        raise ConfigError(f"loss: got {cfg.loss._target_}, which needs the levels of head=avsl. Choose another loss.")
     spec = component(cfg.evaluation)
     if distance is not None:
         if cfg.regularizer is not None and not getattr(distance, "compares_vectors", False):
-            raise ConfigError(f"regularizers work on vectors, which {name} does not compare; set regularizer=null")
+            raise ConfigError(
+                f"regularizer: {name} does not compare vectors, which regularizers need. Set regularizer=null."
+            )
         check_distance_supports(spec, distance)
         _check_comparisons(cfg, distance)
     elif spec.shortlist is not None:
@@ -150,13 +154,13 @@ def _check_head(cfg: DictConfig) -> None:
         protocol = component(cfg.protocol)
         if protocol.aggregation == "mean" and not protocol.leaves_plan:  # a plan is followed by runs that test
             raise ConfigError(
-                f"rerank ranks the test again, and protocol '{protocol.name}' has none; set rerank=none, which has "
-                "the same scores of validation"
+                f"rerank: reranking changes only test scores, and protocol '{protocol.name}' has none. Set "
+                "rerank=null; the validation scores are the same."
             )
 
 
 def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
-    """Insist that loss, miner and the losses of each level compare by the head's distance."""
+    """Raise ConfigError unless loss, miner and the losses of each level use the head's distance."""
     name = type(distance).__name__
     within = {f"loss.{key}": cfg.loss.get(key) for key in declared(cfg.loss, "made_for_each_level")}
     for key, node in {"loss": cfg.loss, "miner": cfg.miner, **within}.items():
@@ -166,7 +170,9 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
             continue
         given = takes_distance(node, key)
         if not given and key.endswith("miner"):
-            raise ConfigError(f"{node._target_} compares vectors, which {name} does not; set {key}=null")
+            raise ConfigError(
+                f"{key}: got {node._target_}, which compares vectors, but {name} does not. Set {key}=null."
+            )
         if not given or (key in within and declared(node, "compares_levels")):
             remedy = "a loss of pairs or triplets, such as contrastive"
             if hasattr(distance, "levels"):
@@ -176,11 +182,10 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
             if key in within:
                 remedy = "a loss of pairs or triplets, such as loss@loss.loss=triplet"
             raise ConfigError(
-                f"{node._target_} as {key} does not compare by a distance that it is given, here {name}; "
-                f"choose {remedy}"
+                f"{key}: got {node._target_}, which cannot use the head's distance, {name}. Choose {remedy}."
             )
         if key in within and not node.get("_partial_"):
-            raise ConfigError(f"{key} is made once for each level's distance; add +{key}._partial_=true")
+            raise ConfigError(f"{key}: each level needs its own copy with its own distance. Add +{key}._partial_=true.")
     # These are cheap to make, too; of what the data will say, the number of classes.
     classes = {"num_classes": 2} if declared(cfg.loss, "has_proxies") else {}
     for key, compared_by in (("miner", BorrowedDistance(distance)), ("loss", distance)):
@@ -193,7 +198,7 @@ def _check_comparisons(cfg: DictConfig, distance: BaseDistance) -> None:
             except ConfigError as error:
                 if "requires the distance metric" in str(error):  # PML's words
                     raise ConfigError(
-                        f"{node._target_} as {key} compares by a distance of its own, not by {name}. Choose another, "
+                        f"{key}: got {node._target_}, which uses its own distance instead of {name}. Choose another, "
                         "such as loss=contrastive or miner=semihard."
                     ) from None
                 raise

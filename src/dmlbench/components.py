@@ -45,7 +45,7 @@ def component(node: Any, **provided: Any) -> Any:
         if isinstance(cause, ImportError):
             _import_targets(node)
         if isinstance(cause, (TypeError, ValueError, AssertionError)) and not node["_target_"].startswith("dmlbench."):
-            raise ConfigError(f"{node['_target_']} refuses its arguments: {cause}") from error
+            raise ConfigError(f"{node['_target_']} rejects its arguments: {cause}") from error
         raise
 
 
@@ -57,10 +57,10 @@ def _import_targets(node: Any) -> None:
 
 
 def check_periods(node: Any, path: str) -> None:
-    """Insist on lengths of at least 1 step in torch's schedules, which divide by them."""
+    """Raise ConfigError for lengths below 1 step in torch's schedules, which divide by them."""
     for key, value in nodes(node, path):
         if key.endswith((".T_max", ".T_0", ".step_size")) and isinstance(value, int | float) and value < 1:
-            raise ConfigError(f"{key} ({value}) must be at least 1 step")
+            raise ConfigError(f"{key}: got {value}, expected at least 1 step.")
 
 
 def declared(node: Any, name: str) -> Any:
@@ -72,7 +72,7 @@ def check_components(config: Any) -> None:
     """Check the arguments of every node with a ``_target_``, and that numbers are finite."""
     for path, node in nodes(config):
         if isinstance(node, float) and not math.isfinite(node):
-            raise ConfigError(f"{path} is {node}; give a finite number")
+            raise ConfigError(f"{path}: got {node}, expected a finite number.")
         if isinstance(node, dict) and "_target_" in node:
             _check_signature(node, path)
 
@@ -81,7 +81,7 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
     target = imported(node["_target_"], path)
     parameters, annotations = parameters_of(target)
     if not isinstance(node.get("_partial_", False), bool):
-        raise ConfigError(f"{path}._partial_ is {node['_partial_']!r}; it is true or false")
+        raise ConfigError(f"{path}._partial_: got {node['_partial_']!r}, expected true or false.")
     for key, value in node.items():
         if key in _PROVIDED:
             continue
@@ -95,7 +95,7 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
     if not node.get("_partial_"):
         for name in inspect.signature(target).parameters.keys() & parameters.keys():
             if parameters[name].default is inspect.Parameter.empty and name not in node and name not in _SET_BY_BUILD:
-                raise ConfigError(f"{path}.{name} is missing; {node['_target_']} needs it")
+                raise ConfigError(f"{path}.{name} is missing: {node['_target_']} needs it.")
 
 
 def add_module_folder(config_dir: str | os.PathLike[str] | None) -> None:

@@ -26,7 +26,7 @@ def config_folder() -> Path:
     for folder in (package / "conf", package.parents[1] / "conf"):
         if (folder / "train.yaml").is_file():
             return folder
-    raise ConfigError(f"there is no configuration folder for {package}; install dmlbench again")
+    raise ConfigError(f"{package}: the configuration folder is missing. Install dmlbench again.")
 
 
 def config_folders(folder: Path | None) -> list[Path]:
@@ -80,9 +80,9 @@ def complete_config(cfg: DictConfig) -> None:
     with open_dict(cfg):
         reproduce = cfg.pop("reproduce", None)
     if reproduce and "commands" in reproduce:
-        raise ConfigError(f"this experiment is no run; it is made by: {'; '.join(reproduce.commands)}")
+        raise ConfigError(f"this experiment is not a training run. Run instead: {'; '.join(reproduce.commands)}")
     if reproduce and "needs" in reproduce:
-        raise ConfigError(f"nothing of this experiment can be run: it needs {reproduce['needs']}")
+        raise ConfigError(f"this experiment cannot be run: it needs {reproduce['needs']}.")
     record_recipe(cfg)
     protocol = cfg.protocol
     if "splits_sha256" in protocol and protocol.splits_sha256 is None:
@@ -90,8 +90,8 @@ def complete_config(cfg: DictConfig) -> None:
         path = Path(given if isinstance(given, str) else "").expanduser()
         if not path.is_file():
             raise ConfigError(
-                f"protocol.splits ({given or 'not given'}) must be a file of splits; make one with "
-                "`dmlbench oodml splits dataset=...`, then protocol.splits=<file>"
+                f"protocol.splits: got {given or 'nothing'}, expected a file of splits. Make one with "
+                "`dmlbench oodml splits dataset=...`, then set protocol.splits=<file>."
             )
         protocol.splits = str(path.absolute())  # so that commands on a run find it from anywhere
         protocol.splits_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -219,7 +219,8 @@ def _type_of(key: str, value: Any) -> Any:
 def _steps_of_epochs(epochs: Any = None, *, _root_: DictConfig) -> int:
     if isinstance(epochs, bool) or not isinstance(epochs, int | float) or epochs < 0:
         raise ConfigError(
-            f"${{epochs:{epochs}}} needs a number of at least 0, such as ${{epochs:40}} or ${{epochs:0.5}}"
+            f"${{epochs:...}}: got {epochs}, expected a number of at least 0, such as ${{epochs:40}} or "
+            "${epochs:0.5}."
         )
     return max(1, round(epochs * _root_.runtime.steps_per_epoch)) if epochs else 0
 
@@ -243,15 +244,15 @@ def to_yaml(config: Mapping[str, Any]) -> str:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration that a run has stored, as plain values."""
-    remedy = "remove the run with `dmlbench clean` and run it again"
+    remedy = "Remove the run with `dmlbench clean` and run it again."
     try:
         config = load_yaml(path)
     except FileNotFoundError:
-        raise RunError(f"{path} is missing, without which a run cannot be read; {remedy}") from None
+        raise RunError(f"{path} is missing. {remedy}") from None
     except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); {remedy}") from error
+        raise RunError(f"{path} is damaged ({error}). {remedy}") from error
     if not isinstance(config, dict) or not config:
-        raise RunError(f"{path} is damaged (no mapping of names to values); {remedy}")
+        raise RunError(f"{path} is damaged (expected keys and values). {remedy}")
     with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):  # reading result.json reports these errors
         named = load_json(path.with_name("result.json")).get("config_file_sha256")
         if named != hashlib.sha256(path.read_bytes()).hexdigest():

@@ -11,7 +11,7 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dmlbench.types import closest, not_a_file
+from dmlbench.types import not_a_file
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 50
@@ -60,7 +60,7 @@ def validated(content: Any, schema: type[S]) -> S:
     except ValidationError as error:
         raise ValueError(_first_error(error, schema, content)) from None
     except TypeError as error:
-        raise ValueError(f"it holds a value that is none of JSON's: {error}") from error
+        raise ValueError(f"it holds a value that JSON does not support: {error}") from error
 
 
 def check_bounds(content: Any) -> None:
@@ -109,7 +109,7 @@ def _text(path: Path) -> str:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"it holds {text}, which is no score")
+        raise ValueError(f"it holds {text}, expected finite numbers")
     return number
 
 
@@ -117,7 +117,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' stands twice")
+        raise ValueError(f"'{next(key for key in keys if keys.count(key) > 1)}' occurs twice")
     return content
 
 
@@ -129,7 +129,7 @@ def _check_events(text: str) -> None:
     for event in yaml.parse(text, _YamlLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ValueError(f"*{event.anchor} stands inside of &{event.anchor}, or before it")
+                raise ValueError(f"the alias *{event.anchor} is inside or before its anchor &{event.anchor}")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.CollectionStartEvent):
             started.append((event.anchor, count))
@@ -155,7 +155,7 @@ class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise ValueError(f"'{key.value}' stands twice, on lines {lines[key.value]} and {line}")
+                    raise ValueError(f"'{key.value}' occurs twice, on lines {lines[key.value]} and {line}")
                 lines[key.value] = line
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
@@ -165,7 +165,8 @@ def _first_error(error: ValidationError, schema: type[BaseModel], content: Any) 
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")  # a misspelt key
     place = ".".join(_place(first["loc"], content))
     if first["type"] == "extra_forbidden":
-        return f"{place} is unknown" + (f"; {closest(place, list(schema.model_fields))}" if "." not in place else "")
+        known = "" if "." in place else f", expected one of {', '.join(schema.model_fields)}"
+        return f"{place} is unknown{known}"
     if first["type"] == "missing":
         return f"{place} is missing"
     wanted = re.sub(r"^\w+ should (be|have)|^Value error,", "", first["msg"]).strip()

@@ -82,8 +82,8 @@ class PoincareDistance(BaseDistance):
         room = 1 - self.curvature * x.square().sum(-1)
         if x.device.type == "cpu" and not x.requires_grad and bool((room <= 0).any()):
             raise RunError(
-                f"hyperbolic distance: got a point of length {float(x.norm(dim=-1).max()):.4g}, expected below "
-                f"{self.curvature**-0.5:.4g}. Compare rows of a hyperbolic head of the same curvature."
+                f"hyperbolic distance: got a point with norm {float(x.norm(dim=-1).max()):.4g}, expected below "
+                f"{self.curvature**-0.5:.4g}. Compare embeddings of a hyperbolic head with the same curvature."
             )
         return room
 

@@ -96,12 +96,12 @@ def is_complete(cfg: DictConfig, run_dir: Path) -> bool:
     try:
         fingerprint = _fingerprint(json.dumps(OmegaConf.to_container(cfg.dataset.table, resolve=True), sort_keys=True))
     except DataError as error:
-        log.info("%s: its data cannot be checked (%s)", run_dir, error)
+        log.info("%s: cannot check whether its data set has changed: %s", run_dir, error)
         return True
     if fingerprint != result["dataset_fingerprint"]:
         raise RunError(
             f"{run_dir} holds the result of other data (fingerprint {result['dataset_fingerprint'][:12]}, now "
-            f"{fingerprint[:12]}); choose another paths.output_dir or dataset.name"
+            f"{fingerprint[:12]}). Choose another paths.output_dir or dataset.name."
         )
     return True
 
@@ -111,12 +111,13 @@ def require_result_of(run_dir: Path, result: Mapping[str, Any], config: str, bas
     store.require_own_place(run_dir, result)
     if result.get("config_sha256", config) != config:
         raise RunError(
-            f"{run_dir} holds the result of another configuration; choose another paths.output_dir, or remove it with "
-            "`dmlbench clean`"
+            f"{run_dir} holds the result of another configuration. Choose another paths.output_dir, or remove it with "
+            "`dmlbench clean`."
         )
     if result["base_seed"] != base_seed:
         raise RunError(
-            f"{run_dir} was made with base_seed={result['base_seed']}, not {base_seed}; choose another paths.output_dir"
+            f"{run_dir} was made with base_seed={result['base_seed']}, not {base_seed}. Choose another "
+            "paths.output_dir."
         )
 
 

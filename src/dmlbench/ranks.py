@@ -148,7 +148,8 @@ def _peers() -> Iterator[None]:
     except RuntimeError as error:
         if any(word in str(error).lower() for word in ("gloo/transport", "connection", "ncclremoteerror")):
             raise PeerEnded(
-                "Another process of this run ended, and says why. Start the same torchrun command again to resume."
+                "Another process of this run stopped; its output says why. Start the same torchrun command again to "
+                "resume."
             ) from error
         raise
 
@@ -162,7 +163,8 @@ def joined_ranks(processes: int, name: str) -> Iterator[tuple[Ranks, torch.devic
     """
     if (launched := num_launched()) != processes:
         raise ConfigError(
-            f"fit.processes: got {processes}, but {launched} run. Start them by torchrun --nproc_per_node={processes}."
+            f"fit.processes: got {processes}, expected {launched}, the number of processes that run. Start them with "
+            f"torchrun --nproc_per_node={processes}."
         )
     device = select_device(name)
     if processes == 1:

@@ -161,7 +161,7 @@ def _option(folders: Folders, group: str, option: str) -> Path:
     for folder in folders:
         if (path := folder / group / f"{option}.yaml").is_file():
             return path
-    raise ConfigError(f"a recipe names {group}={option}, which is unknown; there is no {group}/{option}.yaml")
+    raise ConfigError(f"a recipe uses {group}={option}, but there is no {group}/{option}.yaml.")
 
 
 def recipe_file(folders: Folders, name: str) -> Path | None:
@@ -223,7 +223,7 @@ def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | N
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"recipe={name} sets {key}, and a value for {parent} itself. Remove one of them.")
+                raise ConfigError(f"recipe={name} sets both {parent} and {key}. Remove one of them.")
         node[last] = value
     return nested
 
@@ -239,7 +239,11 @@ def _refusal(name: str, recipe: Recipe, chosen: Mapping[str, str | None]) -> str
         f"{group}={'|'.join('null' if o is None else o for o in options_of(near[group]))}" for group in missing
     )
     given = " ".join(f"{group}={chosen[group]}" for group in near if group not in missing and chosen[group])
-    return f"recipe={name} has nothing for {asked}; with {given} it has {others} (recipe=none leaves it out)"
+    known = f"With {given}, it" if given else "It"
+    return (
+        f"recipe={name} has no settings for {asked}. {known} has settings for {others}. Set recipe=none to leave it "
+        "out."
+    )
 
 
 def record_recipe(cfg: DictConfig) -> None:

@@ -108,8 +108,8 @@ def _run_unless_complete(
         stored = read_config(run_dir / store.CONFIG)
         if late := (cfg.logger or {}).keys() - (stored.get("logger") or {}).keys():
             log.warning(
-                "logger=%s gets nothing of this run, which was trained without it: its losses and scores are in %s; "
-                "to log them, remove the run with `dmlbench clean` and train it again",
+                "logger=%s logs nothing, because this run was trained without it. Its losses and scores are in %s. "
+                "To log them, remove the run with `dmlbench clean` and train it again.",
                 ",".join(sorted(late)), run_dir / HISTORY,
             )  # fmt: skip
         # The process may have been killed after it wrote the result.
@@ -144,7 +144,7 @@ def _train_and_test(
             if ranks.is_first or not (run_dir / store.ERROR).exists():
                 (run_dir / store.ERROR).write_text(traceback.format_exc(), "utf-8", "backslashreplace")
         if isinstance(error, OSError):
-            raise RunError(f"run {run_dir}: {error}; fix it and start the same command again to continue") from error
+            raise RunError(f"run {run_dir}: {error}. Fix this and start the same command again to resume.") from error
         raise
 
 
@@ -159,12 +159,12 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     if kept.exists() and not found.exists():
         return load_plan(kept)
     if not found.exists() and store.is_locked(found.parent):
-        raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is running; wait for it")
+        raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is still running. Wait for it.")
     plan = load_plan(found)
     if not kept.exists():
         save_plan(kept, plan)
     elif load_plan(kept) != plan:
-        raise RunError(f"{run_dir} follows a plan that stage 1 no longer has; delete this run to start it again")
+        raise RunError(f"{run_dir} uses a plan that stage 1 has since replaced. Delete this run and start it again.")
     return plan
 
 
@@ -193,14 +193,14 @@ def _copy_training(trained: Path, run_dir: Path, setup: Setup) -> FitResult:
         if setup.ranks.is_first:
             runtime.atomic_write(run_dir / path.name, path.read_bytes())
     setup.model.load_state_dict(load_checkpoint(trained / BEST)["model"])
-    log.info("%s takes the weights of %s, which differs in the ranking of its test alone", run_dir, trained)
+    log.info("%s uses the weights of %s, which differs only in reranking", run_dir, trained)
     return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
 
 
 @functools.cache
 def _warn_of_data(name: str, notes: str) -> None:
     """Once a process: a sweep would repeat it for each run."""
-    log.warning("%s is not as published: %s; scores may not compare with papers", name, notes)
+    log.warning("%s differs from the published data set: %s. Scores may not be comparable with papers.", name, notes)
 
 
 def _run(
@@ -209,7 +209,7 @@ def _run(
     setup, plan = experiment.setup, experiment.plan
     data, model, device, settings = setup.data, setup.model, setup.device, setup.settings
     if plan is not None:
-        found = "stage 1 found %.1f epochs, here %d steps, and %d rate changes"
+        found = "stage 1 found %.1f epochs (here %d steps) and %d changes of the learning rate"
         log.info(found, plan.epochs, settings.max_steps, len(plan.changes))
     rates = (group["lr"] for group in experiment.optimizer.param_groups)
     first_rate = next((rate for rate in rates if rate > 0), 0.0)
@@ -221,8 +221,8 @@ def _run(
     val = data.split.val
     if val is not None and settings.max_steps and len(np.unique(data.table.labels[val.rows])) == 1:
         log.warning(
-            "validation has 1 class, on which every score is 1; expected 2 or more. Add classes, or set a protocol "
-            "with fewer parts, such as held_out."
+            "validation: got 1 class, expected 2 or more, because every score of 1 class is 1. Add classes, or set a "
+            "protocol with fewer parts, such as held_out."
         )
     if data.table.notes:
         _warn_of_data(data.table.name, "; ".join(data.table.notes))
@@ -254,7 +254,9 @@ def _run(
         experiment.batches.close()
 
     if progress.step and not model.started:
-        log.warning("prototypes were never initialized: lower pooling.memory_rows or start_step, or train longer")
+        log.warning(
+            "prototypes were never initialized. Lower pooling.memory_rows or pooling.start_step, or train longer."
+        )
 
     is_test = data.split.test is not None and data.split.val_is_test and setup.rerank is None
     if not setup.ranks.is_first:  # which embed their part of what rank 0 scores

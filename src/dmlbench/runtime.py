@@ -110,12 +110,12 @@ def select_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device '{name}' is unknown; use auto, free, cpu or cuda[:N]") from error
+        raise ConfigError(f"device: got '{name}', expected auto, free, cpu or cuda[:N].") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{name}' is not supported; use auto, free, cpu or cuda[:N]")
+        raise ConfigError(f"device: got '{name}', expected auto, free, cpu or cuda[:N].")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices; use device=auto or cpu"
+            f"device: got '{name}', but torch sees {torch.cuda.device_count()} CUDA devices. Set device=auto or cpu."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
@@ -264,7 +264,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
         written = json.loads(json.dumps(content, allow_nan=False))  # keys as text
     except ValueError as error:
         raise RunError(
-            f"{path} would hold NaN or infinity, which are no scores. Look at the embeddings, which may have collapsed."
+            f"{path}: got NaN or infinity, expected finite numbers. Look at the embeddings, which may have collapsed."
         ) from error
     text = json.dumps({**written, _CHECKSUM: _checksum(written)}, indent=1)
     atomic_write(path, f"{text}\n".encode())
@@ -276,7 +276,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__} instead of names and values")
     if content.pop(_CHECKSUM, None) != _checksum(content):
-        raise ValueError("its checksum is missing or of other values: somebody changed it")
+        raise ValueError("its checksum is missing or does not match: the file was changed")
     return content
 
 

@@ -29,6 +29,8 @@ ROLES = ("train", "test", "query", "gallery")
 class DmlbenchError(Exception):
     """Base class of errors that a user can fix. The command line prints only the message, without a traceback."""
 
+    # A message is one or more whole sentences, so that callers can put another sentence after it.
+
 
 class ConfigError(DmlbenchError):
     """The configuration is wrong. The error is raised before any data is read."""
@@ -259,7 +261,7 @@ def num_launched() -> int:
 
 
 def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, prefix: str = "") -> str:
-    """For error messages: the known name nearest to a misspelt one, after ``prefix``, and at most ``most`` names."""
+    """The end of an error message: the known name nearest to ``name``, after ``prefix``, and at most ``most`` names."""
     import difflib
 
     swapped = {f"{name[:i]}{name[i + 1]}{name[i]}{name[i + 2 :]}" for i in range(len(name) - 1)}
@@ -271,7 +273,7 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, pr
     listing = ", ".join(sorted(known, key=_with_numbers)[:most])
     if len(known) > most:
         listing += f" and {len(known) - most:,} more"
-    return f"did you mean '{prefix}{near[0]}'? known: {listing}" if near else f"known: {listing}"
+    return f"did you mean '{prefix}{near[0]}'? known: {listing}." if near else f"known: {listing}."
 
 
 def _with_numbers(name: str) -> list[str | int]:
@@ -310,7 +312,7 @@ def missing_module(module: str, part: str, config_dir: object = None) -> str:
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """Raise ConfigError unless ``value``, given as ``name``, is one of ``known``."""
     if value not in known:
-        raise ConfigError(f"{name} '{value}' is unknown; {closest(value, known)}")
+        raise ConfigError(f"{name} '{value}' is unknown: {closest(value, known)}")
 
 
 def check_positive(**values: float) -> None:

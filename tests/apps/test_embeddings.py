@@ -68,14 +68,18 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     distance, nmi = ({**base.evaluation, "metrics": [name]} for name in ("intra_class_distance", "nmi"))
     for changed, error, message in (
         ({"run": "a"}, ConfigError, "either run="),
-        ({"run": "a", "embeddings": None, "labels": "b"}, ConfigError, "labels=b belongs to embeddings"),
-        ({"output": "none/x.json"}, RunError, "no folder none"),
-        ({"output": "unread.npz"}, ConfigError, "named twice"),
+        (
+            {"run": "a", "embeddings": None, "labels": "b"},
+            ConfigError,
+            "labels: got b with run=, expected embeddings=<file>",
+        ),
+        ({"output": "none/x.json"}, RunError, "the folder none does not exist"),
+        ({"output": "unread.npz"}, ConfigError, "given twice"),
         ({"fail_below": {"map": 0.2}}, ConfigError, "fail_below: got map, expected one of p_at_1, rec"),
         ({"fail_below": {"map_at_r": 20}}, ConfigError, "got 20, expected a fraction"),
         ({"evaluation": distance, "fail_below": {"intra_class_distance": 1}}, ConfigError, "got intra_class_distance"),
-        ({"hardest": 0}, ConfigError, r"hardest \(0\) must be at least 1"),
-        ({"hardest": 2, "evaluation": nmi}, ConfigError, "it has none; add map_at_r"),
+        ({"hardest": 0}, ConfigError, "hardest: got 0, expected at least 1"),
+        ({"hardest": 2, "evaluation": nmi}, ConfigError, "this evaluation has none. Add map_at_r"),
     ):
         with pytest.raises(error, match=message):
             simple_commands.evaluate(dataclasses.replace(base, **changed))

@@ -75,7 +75,7 @@ def test_settings_data_sets_and_sizes_add_theirs_and_the_last_of_a_key_wins() ->
         ("{row: {}}", "reproduce.row is unknown"),
         ("{rows: [a]}", r"reproduce.rows: got \['a'\], expected"),
         ("{rows: {a: {override: x}}}", "reproduce.rows.a"),
-        ("{rows: {a: x, a: y}}", "'a' stands twice, on lines 1 and 1"),
+        ("{rows: {a: x, a: y}}", "'a' occurs twice, on lines 1 and 1"),
         ("{commands: dmlbench}", "reproduce.commands: got 'dmlbench', expected"),
     ],
 )
@@ -91,12 +91,12 @@ def test_every_shipped_experiment_has_a_reproduce_part_of_the_schema() -> None:
 
 
 def test_what_is_none_of_the_tables_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"rows has 'C1\+XMB'; did you mean 'C1\+XBM'"):
+    with pytest.raises(ConfigError, match=r"rows: got 'C1\+XMB'.*did you mean 'C1\+XBM'"):
         rows_of_paper("gsp/table3", {"rows": {"C1+XMB": ""}}, COMPOSED)
     rows = rows_of_paper("gsp/table3", TABLE3, COMPOSED)
-    with pytest.raises(ConfigError, match="'Nothing' matches no row"):
+    with pytest.raises(ConfigError, match="rows: got 'Nothing', expected a row"):
         narrowed(rows, ["Nothing"], {})
-    with pytest.raises(ConfigError, match="no scores for dataset=cub20; did you mean 'cub200'"):
+    with pytest.raises(ConfigError, match="no scores for dataset=cub20: did you mean 'cub200'"):
         narrowed(rows, None, {"dataset": ["cub20"]})
 
 

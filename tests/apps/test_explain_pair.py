@@ -221,10 +221,10 @@ def test_command_takes_rows_paths_and_files_to_the_same_numbers(run_dir, tmp_pat
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["pair=3,900"], "image 900 is not in glyphs_collage, which has rows 0 to 63"),
-    (["pair=3,none.jpg"], "image 'none.jpg' is not in glyphs_collage"),
+    (["pair=3,900"], "image: got 900, expected a row from 0 to 63 of glyphs_collage."),
+    (["pair=3,none.jpg"], "image: got 'none.jpg', expected a path in glyphs_collage"),
     (["pair=3,4", "num_nodes=9"], "num_nodes: got 9, expected 1 to 8"),
-    ([], "give pair=<image>,<another> and one run"),
+    ([], "Give one run and pair=<image>,<another>."),
 ])  # fmt: skip
 @pytest.mark.fast_sample(4)
 def test_what_cannot_be_explained_is_refused(run_dir, tmp_path, monkeypatch, capsys, arguments, message) -> None:

@@ -67,7 +67,7 @@ def test_twelve_files_become_a_config_of_81_collections(table, taken, tmp_path) 
     with pytest.raises(RunError, match="was imported: it has embeddings, but no model"):
         load(runs[0].path)
     write(tmp_path, table, rows=np.ones((24, 6), np.float32))
-    with pytest.raises(RunError, match="holds other embeddings of this name; choose another name"):
+    with pytest.raises(RunError, match=r"has other embeddings of the same name\. Choose another name"):
         taken(selected="last step")
 
 
@@ -76,14 +76,14 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, taken, tmp_pa
     in_order = table.labels[test]
     write(tmp_path, table, ids=None, labels=in_order)
     notes = taken().notes
-    assert notes == ("the files have no ids: images of one class are taken to stand in the data set's order",)
+    assert notes == ("the files have no ids: images of one class are assumed to be in the data set's order",)
     run = next(iter(find_runs(tmp_path / "out"))).path
     assert read_result(run)["imported"]["ids"] == "by order"
     for changed, message in (
-        ({"ids": None, "labels": np.roll(in_order, 1)}, r"label \d+ stands for 2 classes\. Give ids"),
-        ({"ids": None, "labels": np.arange(24)}, r"class \d+ stands for 4 labels"),
-        ({"ids": None, "labels": np.zeros(24, int)}, "label 0 stands for"),
-        ({"labels": np.roll(in_order, 1)}, r"label \d+ stands for \d+ classes\. Correct the labels, or the ids"),
+        ({"ids": None, "labels": np.roll(in_order, 1)}, r"label \d+ has 2 classes, expected 1\. Add ids"),
+        ({"ids": None, "labels": np.arange(24)}, r"class \d+ has 4 labels, expected 1"),
+        ({"ids": None, "labels": np.zeros(24, int)}, r"label 0 has \d+ classes"),
+        ({"labels": np.roll(in_order, 1)}, r"label \d+ has \d+ classes, expected 1\. Correct the labels, or the ids"),
         ({"ids": np.arange(10, 34)}, r"has the id 10, expected the row of each test image of .*: here 24 to 47"),
         (
             {"rows": np.ones((5, 2), np.float32), "ids": np.arange(5), "labels": np.arange(5)},
@@ -104,7 +104,7 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, taken, tmp_pa
 
 def test_patterns_that_cannot_name_all_runs_are_refused(table, taken, tmp_path) -> None:
     for pattern, message in (
-        ("{fold}.npz", r"embeddings: got .*{fold}.npz, expected a file for each of 4 {fold} and 3 {repeat}"),
+        ("{fold}.npz", r"embeddings: got .*{fold}.npz, expected a different file for each of 4 {fold} and 3 {repeat}"),
         ("{fold}_{seed}.npz", "embeddings: got the placeholder {seed}, expected only {fold} and {repeat}"),
         ("f{fold:s}r{repeat}.npz", "embeddings: got the placeholder {fold:s}, expected only {fold} and {repeat}"),
         ("{fold}{repeat:>100000000}.npz", "embeddings: got the placeholder {repeat:>100000000}, expected"),
@@ -145,7 +145,7 @@ def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> 
     save_embeddings(tmp_path / "twice.safetensors", one, None, {})
     with pytest.raises(RunError, match="lacks the id 5, expected the row of each test image of shop once"):
         _of_table(read_embeddings(tmp_path / "twice.safetensors"), table, RetrievalSet(np.arange(4, 8)), "files")
-    with pytest.raises(RunError, match=r"the test half of shop has a gallery of its own; give gallery="):
+    with pytest.raises(RunError, match=r"the test half of shop has a gallery\. Add gallery="):
         _of_table(read_embeddings(tmp_path / "q.npz"), table, test, "files")
 
 

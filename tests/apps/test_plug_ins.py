@@ -154,11 +154,11 @@ def test_a_run_that_cannot_be_read_is_listed_in_the_report_which_shows_the_other
         leaderboard = shown_in_report(command, root)["leaderboard"]
         assert [row["label"] for row in leaderboard["rows"]] == ["energy"]
         (note,) = (note for note in leaderboard["notes"] if note.startswith("LEFT OUT"))
-        assert note.startswith(f"LEFT OUT: {place.parent} ({place}/result.json is damaged (")
+        assert note.startswith(f"LEFT OUT: {place.parent}: {place}/result.json is damaged (")
         (other / "config.yaml").write_bytes(config.replace(b"dmlbench.models.projection.Projection", b"mine.Head"))
         write_result(other, result)
         (note,) = (n for n in shown_in_report(command, root)["leaderboard"]["notes"] if n.startswith("LEFT OUT"))
-        assert note.startswith(f"LEFT OUT: {place.parent} (Cannot import `mine` (needed by the head): add --config-dir")
+        assert note.startswith(f"LEFT OUT: {place.parent}: Cannot import `mine` (needed by the head): add --config-dir")
         picture = ("report", "--picture", f"paths.output_dir={root}/out", "queries=1", "nearest=1")
         assert "written: " in command(*picture)
         assert "Cannot import `mine` (needed by the head)" in command(*picture, "configs=*gap*", code=1)
@@ -173,11 +173,11 @@ def test_an_exported_folder_names_no_place_and_needs_trust_and_the_module(root, 
     export_run(run_dir, folder, formats=[])
     assert not any(str(root) in path.read_text("utf-8", "replace") for path in folder.iterdir())
     again = tmp_path / "again"
-    with pytest.raises(ConfigError, match=r"name its package in modules, here \[mine\]"):
+    with pytest.raises(ConfigError, match=r"add modules=\[mine\]"):
         export_run(folder, again, formats=[])
     export_run(folder, again, formats=[], modules=["mine"])
     forget(root)
-    with pytest.raises(ConfigError, match=r"name its package in modules, here \[mine\]"):
+    with pytest.raises(ConfigError, match=r"add modules=\[mine\]"):
         db.load(again)
     with pytest.raises(ConfigError, match=r"Cannot import `mine` .* --config-dir '?<folder of options beside mine.py>"):
         db.load(again, modules=["mine"])

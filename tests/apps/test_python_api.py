@@ -64,7 +64,7 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     with pytest.raises(ConfigError, match=r"compare: got 1 config, expected two or more\."):
         db.table(compare=pair[:1], output_dir=tmp_path / "out")
     assert db.evaluate(run_dir, metrics="map_at_r").scores == {"map_at_r": scores["map_at_r"]}
-    with pytest.raises(ConfigError, match=r"run: got \['pooling=gsp'\], expected texts"):
+    with pytest.raises(ConfigError, match=r"run: got \['pooling=gsp'\], expected strings"):
         db.run(["pooling=gsp"])  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"has no config\.yaml\. Load one of its runs, such as .*fold0_rep0"):
         db.load(run_dir.parent)
@@ -73,7 +73,7 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     rows, labels = np.random.default_rng(0).normal(size=(12, 4)), np.arange(12) % 3
     assert db.evaluate(rows, labels).scores == evaluate_arrays(rows, labels).scores
     assert db.evaluate(rows, np.array(["b", "a", "c"])[labels]).scores == evaluate_arrays(rows, labels).scores
-    with pytest.raises(TypeError, match="rows in memory need labels"):
+    with pytest.raises(TypeError, match=r"labels: got None, expected an array \[N\]"):
         db.evaluate(rows)
 
 
@@ -98,7 +98,7 @@ def test_tune_returns_the_trials_and_writes_the_recipe_that_run_takes(tmp_path, 
     assert read_config(run_dir / "config.yaml")["optim"]["lr"] == frame.loc[0, "optim.lr"]
     with pytest.raises(ConfigError, match=r"tine"):
         db.tune("tine", config_dir=tmp_path / "conf")
-    with pytest.raises(ConfigError, match=r"tune: got 3, expected texts"):
+    with pytest.raises(ConfigError, match=r"tune: got 3, expected strings"):
         db.tune("tiny", 3)  # type: ignore[arg-type]
 
 

@@ -77,7 +77,7 @@ def test_the_table_has_a_row_for_each_config_and_its_csv_each_difference(configs
 
 
 def test_an_unknown_reference_is_an_error(configs) -> None:
-    with pytest.raises(ConfigError, match=r"'bsae' is no row; .*base"):
+    with pytest.raises(ConfigError, match=r"got 'bsae', expected a row: .*base"):
         differences_of(configs, ["bsae"], ["map_at_r"])
 
 

@@ -550,7 +550,7 @@ def test_a_missing_or_damaged_file_of_a_trained_run_is_said(
     names = ("history.csv", "best.ckpt", "embeddings.safetensors")
     history = (run_dir / "history.csv").read_text()
     (run_dir / "history.csv").write_text(history[: len(history) // 2])
-    with pytest.raises(RunError, match=r"history.csv .* is not the one that result.json names"):
+    with pytest.raises(RunError, match=r"history.csv: got SHA-256 .* as in result.json"):
         numbers.curves([config])
     (run_dir / "history.csv").write_text(history)
     for name in names:
@@ -566,7 +566,7 @@ def test_a_missing_or_damaged_file_of_a_trained_run_is_said(
     finally:
         for path in kept.iterdir():
             shutil.move(path, run_dir / path.name)
-    assert "embeddings.safetensors is missing: no images are shown of gap" in caplog.text
+    assert "embeddings.safetensors is missing: no images are shown for gap" in caplog.text
     assert curves["val/map_at_r"][0]["runs"] == 3
     assert f"{run_dir / 'history.csv'} is missing" in caplog.text
-    assert "gap is without overlays" in caplog.text and "has no best.ckpt" in caplog.text
+    assert "no overlays for gap" in caplog.text and "has no best.ckpt" in caplog.text

@@ -81,7 +81,7 @@ def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert comparison_table(by_label).to_text() == text
     with pytest.raises(ConfigError, match=r"compare: got net-gsp-2 twice, expected each config once\."):
         compare_with_first(str(tmp_path), ["*gap*", "gsp", "*gsp*"], P_AT_1, allow_partial=True)
-    with pytest.raises(RunError, match=r"'gmp' matches none .* Rows: gap, gem, gsp"):
+    with pytest.raises(RunError, match=r"'gmp' matches none .* Known rows: gap, gem, gsp"):
         compare_with_first(str(tmp_path), ["gap", "gmp"], P_AT_1, allow_partial=True)
     write(tmp_path, "net-few-4", 0, 0, 0.5)
     few = [compare_configs(str(tmp_path), ["*gap*", other], P_AT_1, allow_partial=True) for other in ("*gsp*", "*few*")]
@@ -95,7 +95,7 @@ def test_several_configs_are_compared_with_the_first(tmp_path: Path) -> None:
 def test_partial_configs_are_refused_or_said(tmp_path: Path) -> None:
     configs(tmp_path)
     write(tmp_path, "net-gsp-2", 2, 0, 0.9)
-    with pytest.raises(RunError, match=r"only one has fold2_rep0 \(net-gsp-2\); set allow_partial=true"):
+    with pytest.raises(RunError, match=r"only one config has fold2_rep0 \(net-gsp-2\), .*\. Set allow_partial=true"):
         compare_configs(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1)
     found = compare_configs(str(tmp_path), ["*gap*", "*gsp*"], P_AT_1, allow_partial=True)
     assert "PARTIAL: without fold2_rep0 (net-gsp-2)" in comparison_table([found]).to_text()
@@ -108,16 +108,18 @@ def test_configs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "net-late-4", 5, 0, 0.5)
     root = str(tmp_path)
     for patterns, error, message in (
-        (["*gap*", "*gap-1"], ConfigError, "expected two configs"),
+        (["*gap*", "*gap-1"], ConfigError, "expected two different configs"),
         (["*net*", "*gsp*"], RunError, r"compare: '\*net\*' matches .*net-gap-1, .*expected one config"),
-        (["*gap*", "*other*"], RunError, "differ in dataset_fingerprint"),
+        (["*gap*", "*other*"], RunError, "different values of dataset_fingerprint"),
         (["*gap*", "*late*"], RunError, "no run in common"),
     ):
         with pytest.raises(error, match=message):
             compare_configs(root, patterns, P_AT_1, allow_partial=True)
     write(tmp_path, "net-gap-1", 2, 0, 0.5, metrics={"test": {"p_at_1": 0.5}})
     write(tmp_path, "net-gsp-2", 2, 0, 0.5)
-    with pytest.raises(RunError, match=r"fold2_rep0 has no embeddings.safetensors, so nothing more can be computed"):
+    with pytest.raises(
+        RunError, match=r"fold2_rep0 has no embeddings.safetensors, so no further scores can be computed"
+    ):
         compare_configs(root, ["*gap*", "*gsp*"], EvaluationSpec(metrics=("intra_class_distance",)))
 
 
@@ -185,7 +187,7 @@ def test_files_that_a_result_was_not_computed_from_are_refused(
     root: Path, name: str, reader: Callable[[Path], object], damage: Callable[[Path], None]
 ) -> None:
     damage(_run(root) / name)
-    with pytest.raises(RunError, match=rf"gap-1/fold0_rep0/{name} \(SHA-256 .* is not the one that result.json names"):
+    with pytest.raises(RunError, match=rf"gap-1/fold0_rep0/{name}: got SHA-256 .* as in result.json"):
         reader(root)
 
 

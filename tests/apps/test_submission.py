@@ -63,7 +63,7 @@ def rotated(rows: np.ndarray) -> np.ndarray:
         ("missing", r"1 of the 12 files of protocol 'mlrc' are missing: fold2_rep1"),
         ("copied", r"fold3_rep0\.npz is a copy of fold1_rep0\.npz"),
         ("rotated", r"fold3_rep0\.npz is a copy of fold1_rep0\.npz"),
-        ("labels", r"does not have the labels of the test images of glyphs_collage"),
+        ("labels", r"the labels do not match the test images of glyphs_collage"),
         ("nan", r"NaN|finite"),
         ("split", r"has the id 0|lacks the id"),
         ("pattern", r"got the placeholder \{fold\.x\}"),

@@ -69,8 +69,8 @@ def test_a_file_that_cannot_be_read_is_named(capsys, tmp_path: Path, content: by
     [
         (b"5", "mine.yaml: got 5, expected keys and values"),
         (b"\xff", "mine.yaml: byte 0 is not UTF-8"),
-        (b"a: &a [*a]", "mine.yaml: *a stands inside of &a"),
-        (b"power: 3", "pooling: got ['power'], expected a component, whose class is pooling._target_"),
+        (b"a: &a [*a]", "mine.yaml: the alias *a is inside or before its anchor &a"),
+        (b"power: 3", "pooling: got keys ['power'], expected pooling._target_ with a class."),
     ],
 )
 def test_an_option_that_is_none_is_one_line(command, tmp_path: Path, content: bytes, message: str) -> None:
@@ -120,7 +120,7 @@ main(["status"])
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert error == "dmlbench: stopped; start the same command again to continue\n"
+    assert error == "dmlbench: stopped. Start the same command again to resume.\n"
 
 
 def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, command, monkeypatch) -> None:
@@ -134,7 +134,7 @@ def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, command, 
     (protocol / "config/fold0_rep1").symlink_to(tmp_path / "nowhere")
     (protocol / "config/fold0_rep2").symlink_to(protocol / "config/fold0_rep2")
     out = command("clean", "*", "ask=false")
-    assert "left alone, behind a link: outputs/glyphs/mlrc/linked/fold0_rep0" in out
+    assert "skipped, behind a symbolic link: outputs/glyphs/mlrc/linked/fold0_rep0" in out
     assert "removed 1 run" in out
     assert (tmp_path / "elsewhere/fold0_rep0/result.json").exists()
     assert not (protocol / "config/fold0_rep0").exists()
@@ -155,7 +155,7 @@ def test_commands_write_nowhere_else(tmp_path: Path, command, monkeypatch, words
 
 
 def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(RunError, match="choose another output"):
+    with pytest.raises(RunError, match="Choose another output"):
         save_figure(plt.figure(), tmp_path / "missing" / "x.png")
     assert not (tmp_path / "missing").exists()
     (tmp_path / "x.png").write_bytes(b"before")

@@ -66,7 +66,9 @@ def test_methods_that_papers_quote_are_run_by_what_is_said_of_them() -> None:
 
 
 def test_nothing_is_trained_of_a_table_that_cannot_be_run() -> None:
-    with pytest.raises(ConfigError, match=r"is no run; it is made by: dmlbench train -m recipe=oodml dataset=cub200"):
+    with pytest.raises(
+        ConfigError, match=r"is not a training run. Run instead: dmlbench train -m recipe=oodml dataset=cub200"
+    ):
         check(compose("train", ["experiment=oodml/table_s4"]))
 
 

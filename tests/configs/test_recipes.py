@@ -295,10 +295,10 @@ def test_configs_are_told_apart_by_their_values_and_not_by_their_recipe() -> Non
 
 def test_a_recipe_refuses_what_it_has_nothing_for_and_says_what_it_has() -> None:
     with pytest.raises(
-        ConfigError, match=r"recipe=gsp has nothing for loss=proxy_nca_pp; .* it has loss=contrastive\|"
+        ConfigError, match=r"recipe=gsp has no settings for loss=proxy_nca_pp\. .* settings for loss=contrastive\|"
     ):
         compose("train", ["experiment=gsp_fair", "loss=proxy_nca_pp"])
-    with pytest.raises(ConfigError, match=r"nothing for protocol=mlrc; .*protocol=two_stage"):
+    with pytest.raises(ConfigError, match=r"no settings for protocol=mlrc\. .*protocol=two_stage"):
         compose("train", ["experiment=proxynca_pp/table3", "protocol=mlrc"])
 
 
@@ -347,7 +347,7 @@ def test_a_folder_of_the_user_adds_recipes(tmp_path, command) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows: []", "rows is unknown; known: covers, defaults"),
+        ("rows: []", "rows is unknown, expected one of covers, defaults"),
         ("defaults: 5", "defaults: got 5, expected a valid array"),
         ("settings:\n  - {set: {loss.margin: 1}}", "settings.0.source is missing"),
         ("settings:\n  - {set: [loss.margin], source: x}", "settings.0.set: got ['loss.margin'], expected an object"),
@@ -365,8 +365,11 @@ def test_a_file_that_does_not_fit_the_schema_is_one_message(tmp_path, text: str,
     ("text", "message"),
     [
         ("extends: mine", "recipe=mine extends itself: mine -> mine"),
-        ("settings:\n  - {set: {fit: 3, fit.max_steps: 4}, source: x}", "sets fit.max_steps, and a value for fit"),
-        ("settings:\n  - {choose: {schedule: none_such}, source: x}", "names schedule=none_such, which is unknown"),
+        ("settings:\n  - {set: {fit: 3, fit.max_steps: 4}, source: x}", "sets both fit and fit.max_steps"),
+        (
+            "settings:\n  - {choose: {schedule: none_such}, source: x}",
+            "uses schedule=none_such, but there is no schedule/none_such.yaml",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_read_is_one_message(tmp_path, command, text: str, message: str) -> None:
@@ -389,7 +392,7 @@ def test_why_names_the_place_of_every_value(command) -> None:
     }.items():
         assert rows[key].rstrip().endswith(place) or place in rows[key], rows[key]
     assert "unknown" not in shown
-    assert "replaced: fit.patience, which it has as 10 (1.6.4 and conventional_*_default.yaml, 10,000 epochs)" in shown
+    assert "replaced: fit.patience, 10 in the recipe (1.6.4 and conventional_*_default.yaml, 10,000 epochs)" in shown
     assert "conf/experiment/demo.yaml" in command("train", "experiment=demo", "--why")
 
 

@@ -57,7 +57,7 @@ def test_selection_on_validation_classes_leaves_the_test_half_alone(tmp_path: Pa
     assert found.train.tolist() == [0, 1, 2, 3, 4, 5]
     assert not found.val_is_test
     without = written(tmp_path, split(fitted=[], validation=[]))
-    with pytest.raises(ConfigError, match="has no validation classes; use select_on=official_test"):
+    with pytest.raises(ConfigError, match=r"has no validation classes\. Use select_on=official_test"):
         Oodml(str(without), select_on="val").split(table(), fold=0)
 
 
@@ -97,16 +97,16 @@ def test_products_are_found_by_the_number_of_their_files(tmp_path: Path) -> None
 def test_faulty_splits_are_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_splits(written(tmp_path, split(**change)))
-    with pytest.raises(DataError, match="expected names that differ; two splits are called '1'"):
+    with pytest.raises(DataError, match="expected unique names, not two splits named '1'"):
         read_splits(written(tmp_path, split(), split()))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.json", None, "there is no file of splits at"),
+        ("none.json", None, r"split file .*none\.json is missing"),
         ("other.json", b'{"format": "something"}', "its checksum is missing"),
-        ("cut.json", b'{"format": ', "is no file of splits, or damaged"),
+        ("cut.json", b'{"format": ', "is not a split file, or is damaged"),
         ("evil.pkl", b"cos\nsystem\n(S'true'\ntR.", r"asks for os\.system"),
         ("empty.pkl", pickle.dumps({}), "expected at least 1 item"),
     ],
@@ -119,7 +119,7 @@ def test_other_files_are_rejected(tmp_path: Path, name: str, content: bytes | No
 
 
 def test_splits_of_other_data_and_unknown_classes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="are of 'birds', not of 'cars'"):
+    with pytest.raises(DataError, match="got splits of 'birds', expected splits of 'cars'"):
         Oodml(str(written(tmp_path, split(), dataset="birds"))).split(table(), fold=0)
     path = written(tmp_path, split(test=["Audi 1000", "Saab 9"]))
     with pytest.raises(
@@ -154,5 +154,5 @@ def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
     digest = read_splits(path).sha256
     assert Oodml(str(path), splits_sha256=digest).num_folds == 1
     written(tmp_path, split(distance=3.25))
-    with pytest.raises(ConfigError, match="has changed: its SHA-256 begins with"):
+    with pytest.raises(ConfigError, match="has changed: got SHA-256"):
         Oodml(str(path), splits_sha256=digest).split(table(), fold=0)

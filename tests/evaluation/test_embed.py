@@ -104,7 +104,7 @@ def broken_rows() -> NDArray[np.float32]:
         (ROWS, LABELS[:-1], None, r"query labels: got shape \(29,\), expected \(30,\)"),
         (ROWS, LABELS.astype(float), None, "query labels: got float64, expected whole numbers"),
         (ROWS, torch.from_numpy(LABELS > 1), None, r"query labels: got torch\.bool, expected whole numbers"),
-        (ROWS, LABELS, np.arange(N) // 2, "row id 0 occurs more than once"),
+        (ROWS, LABELS, np.arange(N) // 2, "ids: got 0 more than once"),
         (ROWS, np.arange(N), None, "none of the 30 queries has another item of its class"),
     ],
 )
@@ -115,10 +115,10 @@ def test_arrays_that_cannot_be_evaluated_are_refused(rows, labels, ids, message:
 
 def test_galleries_that_do_not_fit_are_refused() -> None:
     for options, message in (
-        ({"gallery_rows": ROWS}, "needs both rows and labels"),
-        ({"gallery_labels": LABELS}, "give gallery_rows and gallery_labels"),
-        ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "for one of queries and gallery"),
-        ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and the gallery has 3"),
+        ({"gallery_rows": ROWS}, "a gallery needs rows and labels"),
+        ({"gallery_labels": LABELS}, "Give both gallery_rows and gallery_labels"),
+        ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "for only one of queries and gallery"),
+        ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and a gallery with 3"),
     ):
         with pytest.raises(RunError, match=message):
             evaluate_arrays(ROWS, LABELS, **options)
@@ -167,17 +167,17 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
     torch.save([SET.rows], tmp_path / "list.pt")
     own(tmp_path)
     for arguments, options, message in (
-        ([x], {}, "holds no labels; add them as 'labels', or give labels=<file>"),
-        ([tmp_path / "both.npz", y], {}, "leave one of them away"),
-        ([tmp_path / "other.npz"], {}, r"holds no 'rows' or .* but \['vectors', 'labels'\]"),
-        ([tmp_path / "twice.npz"], {}, "'rows' and 'embeddings': which one is meant"),
-        ([tmp_path / "list.pt"], {}, "holds a list; save a tensor"),
-        ([x, tmp_path / "other.csv"], {}, "of an unknown kind; known: .safetensors"),
-        ([tmp_path / "none.npy"], {}, "there is no file"),
-        ([x, y], {"gallery": x}, "give gallery_labels=<file>"),
-        ([x, y], {"gallery_labels": y}, "give gallery=<file> too"),
-        ([tmp_path / "role.npz"], {"gallery": x}, r"'rows' or .* but \['role'\]"),
-        ([tmp_path / "x.safetensors", y], {}, "says itself what is query and gallery"),
+        ([x], {}, "holds no labels. Add them as 'labels', or set labels=<file>"),
+        ([tmp_path / "both.npz", y], {}, "Leave one of them out"),
+        ([tmp_path / "other.npz"], {}, r"got \['vectors', 'labels'\], expected 'rows' or"),
+        ([tmp_path / "twice.npz"], {}, "got 'rows' and 'embeddings', expected one of them"),
+        ([tmp_path / "list.pt"], {}, "got a list, expected a tensor"),
+        ([x, tmp_path / "other.csv"], {}, "unknown file type, expected one of .safetensors"),
+        ([tmp_path / "none.npy"], {}, "is missing"),
+        ([x, y], {"gallery": x}, "set gallery_labels=<file>"),
+        ([x, y], {"gallery_labels": y}, "Set gallery=<file>, too"),
+        ([tmp_path / "role.npz"], {"gallery": x}, r"got \['role'\], expected 'rows' or"),
+        ([tmp_path / "x.safetensors", y], {}, "already holds labels and roles"),
     ):
         with pytest.raises(RunError, match=message):
             read_embeddings(*arguments, **options)
@@ -253,7 +253,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path, with_gallery: bool) 
 
 def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "embeddings.safetensors"
-    with pytest.raises(RunError, match="no embedding file"):
+    with pytest.raises(RunError, match=r"embeddings\.safetensors is missing"):
         load_embeddings(path)
     save_embeddings(path, example(0, 6), None, {})
     whole = path.read_bytes()

@@ -258,10 +258,10 @@ def test_sets_that_cannot_be_evaluated_are_refused_with_the_row_at_fault() -> No
     broken[2, 1] = np.nan
     for queries, gallery, message in (
         (embedding_set(broken, [0, 0, 1, 1], ids), None, "row id 12 holds NaN"),
-        (good, embedding_set(np.eye(3), [0, 1, 1]), "4 dimensions and the gallery has 3"),
-        (good, embedding_set(np.eye(4)[:2], [0, 1], np.array([5, 5])), "row id 5 occurs more than once"),
-        (good, embedding_set(np.eye(4)[:2], [1, 1], np.array([11, 20])), "row id 11 has label 0 as a query and 1 in"),
-        (embedding_set(np.zeros((0, 4)), []), None, "query set has 0 rows"),
+        (good, embedding_set(np.eye(3), [0, 1, 1]), "4 dimensions and a gallery with 3"),
+        (good, embedding_set(np.eye(4)[:2], [0, 1], np.array([5, 5])), "ids: got 5 more than once"),
+        (good, embedding_set(np.eye(4)[:2], [1, 1], np.array([11, 20])), "row id 11: got label 0 as a query and 1 in"),
+        (embedding_set(np.zeros((0, 4)), []), None, "query rows: got 0, expected 1 to"),
     ):
         with pytest.raises(RunError, match=message):
             evaluate(queries, gallery)
@@ -272,7 +272,7 @@ def test_settings_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         EvaluationSpec(tile_bytes=10)
     with pytest.raises(ConfigError, match="recall_at"):
         EvaluationSpec(recall_at=(4, 2))
-    with pytest.raises(ConfigError, match="recall_at is empty, and metrics asks for recall_at_k"):
+    with pytest.raises(ConfigError, match="recall_at: got none, but metrics has recall_at_k"):
         EvaluationSpec(recall_at=())
     assert EvaluationSpec(recall_at=(), metrics=("map_at_r",)).score_names == ("map_at_r",)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -327,7 +327,7 @@ def test_hardest_queries_come_first_with_what_is_nearest_to_them() -> None:
 def test_counts_and_metrics_that_make_no_list_are_refused() -> None:
     queries = lettered()
     evaluation = evaluate(queries)
-    for count, metric, message in ((0, "map_at_r", "at least 1"), (1, "nmi", "'nmi' is no score of single queries")):
+    for count, metric, message in ((0, "map_at_r", "at least 1"), (1, "nmi", "'nmi' is not a score of single queries")):
         with pytest.raises(ConfigError, match=message):
             hardest_queries(queries, None, evaluation, count=count, metric=metric)
 

@@ -61,11 +61,11 @@ def test_scores_are_listed_in_one_order_whatever_the_order_they_are_asked_in() -
     ("metrics", "message"),
     [
         (["odml_map_at_1000"], "did you mean 'oodml_map_at_1000'"),
-        (["recal_at_10"], "'recal_at_10' is no score"),
-        (["recall_at_0"], "'recall_at_0' is no score"),
-        (["p_at_10"], "'p_at_10' is no score"),
-        (["nmi", "nmi"], "names one twice"),
-        ([], "name at least one of p_at_1"),
+        (["recal_at_10"], "'recal_at_10' is not a score"),
+        (["recall_at_0"], "'recall_at_0' is not a score"),
+        (["p_at_10"], "'p_at_10' is not a score"),
+        (["nmi", "nmi"], "expected each name once"),
+        ([], "expected at least one of p_at_1"),
     ],
 )
 def test_unknown_repeated_and_absent_metrics_are_refused(metrics: list[str], message: str) -> None:

@@ -192,7 +192,7 @@ def test_tiles_are_halved_until_the_device_has_memory_and_results_stay(limit_mem
     assert np.array_equal(columns_found(device, 60), expected)
     assert sizes == [80, *2 * [40, 20, 10, 10, 20, 10, 10]]
     limit_memory(candidates, "entries_above", lambda similarity, floor: similarity.shape[1], 0)
-    with pytest.raises(RunError, match=r"no memory left for a tile of one item; .* or set evaluation\.device"):
+    with pytest.raises(RunError, match=r"out of memory for a tile of one item\. .* or set evaluation\.device"):
         columns_found(device, 60)
 
 

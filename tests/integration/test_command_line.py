@@ -75,7 +75,7 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     runs = 4 * num_repeats
     grid = ("fold=0,1,2,3", f"repeat={repeats}", "fit.max_steps=4", "fit.validate_every=4")
     few = f"protocol.num_repeats={num_repeats}"
-    assert "8 prototypes start from 48 embeddings" in dmlbench("train", "-m", *TINY, *GSP, *grid, few)
+    assert "initialized 8 prototypes from 48 embeddings" in dmlbench("train", "-m", *TINY, *GSP, *grid, few)
     dmlbench("train", "-m", *TINY, "fit=untrained", "fit.max_steps=0", "fold=0,1", few)
     assert len(run_dirs(tmp_path)) == runs + 2
     result = json.loads((run_dirs(tmp_path)[0] / "result.json").read_text())
@@ -89,7 +89,7 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     assert "FAILED" not in partly
     assert "no config is complete" in dmlbench("aggregate", "configs=*untrained*", code=1)
     left_out = dmlbench("table")
-    assert f"(incomplete: 2 of {runs} runs) is left out" in left_out and "(no training)" not in left_out
+    assert f": incomplete: 2 of {runs} runs." in left_out and "(no training)" not in left_out
     dmlbench("aggregate", "allow_partial=true")
     aggregates = [json.loads(p.read_text()) for p in (tmp_path / "outputs").glob("*/*/*/aggregate.json")]
     assert sorted(a["n_collections"] for a in aggregates) == [1, collections]
@@ -146,10 +146,10 @@ def test_explain_draws_runs_side_by_side_and_says_what_it_cannot_draw(dmlbench, 
         pixels = np.asarray(both.convert("RGB")).reshape(-1, 3)
         assert len(np.unique(pixels, axis=0)) > 1000  # images and maps, not empty axes
     for bad, message in (
-        ([], "say which run"),
-        ([f"run={gsp}", "images=[500]"], "image 500 is not in glyphs_collage, which has rows 0 to 127"),
-        ([f"run={gsp}", "images=[U+41/01]"], "is not in glyphs_collage; did you mean"),
-        ([f"run={gsp}", "output=picture.txt"], "must end in .png"),
+        ([], "run is missing: expected run="),
+        ([f"run={gsp}", "images=[500]"], "image: got 500, expected a row from 0 to 127 of glyphs_collage."),
+        ([f"run={gsp}", "images=[U+41/01]"], "expected a path in glyphs_collage: did you mean"),
+        ([f"run={gsp}", "output=picture.txt"], "output: got picture.txt, expected a .png file."),
     ):
         assert message in dmlbench("explain", *bad, code=2)
 
@@ -161,7 +161,7 @@ def test_complete_run_is_skipped_and_another_seed_in_its_place_refused(dmlbench,
     assert "is complete: nothing to do" in dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2")
     assert {p: p.stat().st_mtime_ns for p in run_dirs(tmp_path)[0].iterdir()} == before
     late = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "logger=tensorboard")
-    assert "gets nothing of this run" in late
+    assert "logger=tensorboard logs nothing" in late
     assert "remove the run with `dmlbench clean` and train it again" in late
     refused = dmlbench("train", *TINY, *PROXIES[:2], "fit.max_steps=2", "base_seed=1", code=1)
     assert "was made with base_seed=0, not 1" in refused
@@ -198,7 +198,7 @@ def test_run_killed_at_random_points_ends_in_the_same_bits(dmlbench, tmp_path, m
     length = ("fit.max_steps=24", "fit.validate_every=8", "fit.checkpoint_every=3", "fit.keep=both")
     arguments = ["train", *TINY, *method, *length]
     whole = dmlbench(*arguments, "paths.output_dir=whole")
-    assert ("prototypes start" if "pooling=gsp" in method else "warm-up over") in whole
+    assert (" prototypes from " if "pooling=gsp" in method else "warm-up over") in whole
 
     draw = random.Random(str(method))
     targets = sorted(draw.sample(range(4, 22), num_kills))  # behind the first checkpoint
@@ -239,7 +239,7 @@ def test_sigterm_saves_and_exits_with_75_and_a_second_process_is_refused(dmlbenc
     process.terminate()
     code, _, error = process.wait(timeout=60)
     assert code == 75, error
-    assert error.splitlines()[-1] == "dmlbench: stopped; start the same command again to continue"
+    assert error.splitlines()[-1] == "dmlbench: stopped. Start the same command again to resume."
     saved = torch.load(run_dirs(tmp_path)[0] / "last.ckpt", weights_only=True)
     assert saved["progress"]["step"] >= 3
     assert "1 interrupted" in dmlbench("status")
@@ -302,7 +302,7 @@ def test_full_disk_while_writing_a_checkpoint_is_one_message(dmlbench, tmp_path)
             "sampler.classes_per_batch: got 7, expected at most 6, the training classes",
         ),
         (["dataset.table.images_per_class=1"], 1, "at least two images"),
-        (["schedule=cosine", "schedule.T_max=${epochs:0}"], 2, "schedule.T_max (0) must be at least 1 step"),
+        (["schedule=cosine", "schedule.T_max=${epochs:0}"], 2, "schedule.T_max: got 0, expected at least 1 step"),
     ],
 )
 def test_bad_input_ends_in_one_message(command, cache_dir, tmp_path, monkeypatch, overrides, code, message) -> None:
@@ -321,7 +321,7 @@ def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench,
         "train", *TINY, "protocol=two_stage", "fit.validate_every=${epochs:1}", "fit.max_steps=${epochs:4}",
         "schedule=plateau", "schedule.patience=0", "schedule.threshold=1.0", "schedule.min_lr=0.0",
     )  # fmt: skip
-    assert "run stage 1 of this config and repeat first" in dmlbench(*two_stage, "protocol.stage=2", code=1)
+    assert "Run stage 1 of this config and repeat first" in dmlbench(*two_stage, "protocol.stage=2", code=1)
     dmlbench(*two_stage, "-m", "protocol.stage=1,2", "repeat=0,1")
     runs = {2 if (path / "embeddings.safetensors").exists() else 1: path for path in run_dirs(tmp_path)}
     first, second = (json.loads((runs[stage] / "result.json").read_text()) for stage in (1, 2))
@@ -334,7 +334,7 @@ def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench,
     assert json.loads((runs[2] / "plan.json").read_text()) == plan
     without = {key: value for key, value in plan.items() if key != "checksum"}
     write_json(runs[1] / "plan.json", without | {"epochs": 1.0})
-    assert "follows a plan that stage 1 no longer has" in dmlbench(
+    assert "uses a plan that stage 1 has since replaced" in dmlbench(
         *two_stage, "protocol.stage=2", f"repeat={runs[1].name[-1]}", code=1
     )
     (runs[1] / "plan.json").write_text(json.dumps(plan))

@@ -118,13 +118,13 @@ def test_verify_fails_where_nothing_can_be_trained(data: Command, animals: Path)
 def test_prepare_extracts_archives_and_verify_recognizes_a_subset(data: Command, tmp_path: Path) -> None:
     archive = birds(tmp_path)
     _, error = data("prepare", "cub200", f"archives={archive}", code=1)
-    assert "but the published CUB_200_2011.tgz has 97eceeb196236b17998738112f37df78 (1150585339 bytes)" in error
+    assert "expected the published 97eceeb196236b17998738112f37df78 of CUB_200_2011.tgz (1150585339 bytes)" in error
     out, _ = data("prepare", "cub200", f"archives={archive}", "accept_other_checksum=true", SUBSET)
     assert "accepted_other_checksum" in (tmp_path / "data" / "cub200" / ".prepared-by-dmlbench.json").read_text()
     assert "extracting CUB_200_2011_subset.tar" in out
     assert "cub200: 10 images of 5 classes" in out
     assert f"made: {tmp_path / 'data' / 'cub200' / 'CUB_200_2011'}" in out
-    assert "is there already" in data("prepare", "cub200", SUBSET)[0]
+    assert "already prepared" in data("prepare", "cub200", SUBSET)[0]
     out, _ = data("verify", "cub200", SUBSET)
     assert "looked at: 10 images" in out
     assert out.splitlines()[-1] == "10 of 11,788 images are present, so scores do not compare with papers."
@@ -165,8 +165,8 @@ def test_verify_calls_the_benchmark_by_its_name(data: Command, tmp_path: Path) -
     ("words", "message"),
     [
         ("stats cub20", "did you mean 'cub200'?"),
-        ("prepare glyphs", "there is nothing to prepare for 'glyphs'"),
-        ("look glyphs", "'look' is none of these"),
+        ("prepare glyphs", "dmlbench data prepare: got glyphs, expected one of"),
+        ("look glyphs", "dmlbench data: got 'look', expected one of list, stats"),
         ("verify glyphs decod=false", "did you mean 'decode'?"),
     ],
 )

@@ -69,7 +69,9 @@ def test_a_run_says_so_in_its_log_and_its_result(inside: Path, caplog: pytest.Lo
     result = json.loads((run_dir / "result.json").read_text())
     assert (result["data_notes"], result["n_query"], result["n_query_published"]) == (NOTES, 16, 5924)
     assert run_dir.parent.name == name
-    warned = f"cub200 is not as published: {'; '.join(NOTES)}; scores may not compare with papers"
+    warned = (
+        f"cub200 differs from the published data set: {'; '.join(NOTES)}. Scores may not be comparable with papers."
+    )
     assert caplog.text.count(warned) == 1  # not for each run of a sweep
 
 

@@ -43,7 +43,7 @@ def test_facts_of_a_split_are_in_the_result_and_columns_of_tables(output: Path) 
     assert table.columns[:2] == [("", "distance"), ("", "kind")]
     for text in (table.to_text(), table.to_markdown(), table.to_csv(), table.to_latex()):
         assert "1.5, 2.5" in text and "made up" in text
-    with pytest.raises(ConfigError, match="no split of these results has the fact 'size'"):
+    with pytest.raises(ConfigError, match="facts: got 'size', which no split of these results has"):
         build_tables(find_configs(str(output), "**", spec), spec, facts=["size"])
 
 

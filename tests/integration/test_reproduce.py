@@ -209,7 +209,7 @@ def test_a_failed_run_is_listed_and_stops_nothing(done: Path, capsys) -> None:
     rows = ("dataset=cub200", "rows=C2+GAP,C2+DeLF", "fold=0")
     _, error = reproduce(capsys, "gsp/table2", *rows, code=1)
     assert sorted(run.state for run in find_runs("out")) == ["done"] * 4 + ["failed"]
-    assert "1 of 1 runs failed: C2+DeLF on glyphs, fold 0, repeat 0; " in error.splitlines()[-1]
+    assert "1 of 1 runs failed: C2+DeLF on glyphs, fold 0, repeat 0. " in error.splitlines()[-1]
     assert "training stopped at step" in error.splitlines()[-2]
     (written,) = (done / "out/tables/gsp").glob("table2-cub200-C2+DeLF,C2+GAP-*.csv")
     verdicts = {row["row"]: row["verdict"] for row in csv.DictReader(written.open())}
@@ -229,10 +229,10 @@ def test_rows_whose_weights_are_missing_are_listed_once_and_the_others_are_run(d
     gone = f"{small} backbone.weights_file=gone.pth"
     _with_rows(done, {"C2+GAP": gone, "C2+DeLF": f"{gone} pooling=gmp", "C2+GMP": f"{small} pooling=gmp"})
     out, error = reproduce(capsys, "gsp/table2", "dataset=cub200", "fold=0", code=1)
-    assert error.count("weights file 'gone.pth' is not there") == 1
+    assert error.count("weights file 'gone.pth' does not exist") == 1
     assert error.splitlines()[-1].startswith("dmlbench: error: 2 of 3 runs did not start: weights file 'gone.pth'")
     assert "run 1 of 1: C2+GMP on glyphs, fold 0, repeat 0\n" in error
-    assert out.count("weights file 'gone.pth' is not there") == 1
+    assert out.count("weights file 'gone.pth' does not exist") == 1
     assert "  C2+GAP, C2+DeLF: weights file" in out
     assert error.count("training images of") == 1
     assert {run.state for run in find_runs("out")} == {"done"}
@@ -250,7 +250,7 @@ def test_a_dry_run_fails_where_something_is_missing(folder: Path, capsys) -> Non
     assert "not planned: fit.max_steps: got -1" in out
     last = error.splitlines()[-1]
     assert last.startswith("dmlbench: error: 2 of 2 runs cannot start: fit.max_steps: got -1")
-    assert "weights file 'gone.pth' is not there" in last and last.endswith("(C2+GAP, C2+DeLF)")
+    assert "weights file 'gone.pth' does not exist" in last and last.endswith(" Affects C2+GAP, C2+DeLF.")
     _, error = reproduce(capsys, *line, "rows=C2+GAP", "paths.output_dir=file/out", code=1)
     assert "paths.output_dir: got file/out, but " in error.splitlines()[-1]
     out, _ = reproduce(capsys, *line, "rows=C2+GAP", "hydra/launcher=submitit_slurm")
@@ -297,17 +297,17 @@ def test_runs_of_different_code_are_refused_unless_allowed_and_then_marked(done:
     ("arguments", "said"),
     [
         (["gsp/tabel2"], "no table or experiment is called 'gsp/tabel2': did you mean 'gsp/table2'?"),
-        ([], "name a table, such as dmlbench reproduce gsp/table2"),
-        (["oodml/table_s1", "rows=FID"], "rows: oodml/table_s1 is made by commands, which do not take it."),
+        ([], "table is missing: expected a name, such as dmlbench reproduce gsp/table2"),
+        (["oodml/table_s1", "rows=FID"], "rows: oodml/table_s1 is made by commands without this key."),
         (["oodml/table_s1", "dataset=inshop"], "oodml/table_s1 has no command for dataset=inshop"),
         (["gsp/table2", "fold=7"], "fold: got 7, expected 0 to 1"),
         (["gsp/figure3"], "gsp/figure3 cannot be run: it needs tokens"),
-        (["gsp/table2", "rows=C9*"], "rows: 'C9*' matches no row"),
+        (["gsp/table2", "rows=C9*"], "rows: got 'C9*', expected a row"),
         (["gsp/table2", "rows=C2+GSP"], "no requested row can be run (C2+GSP: needs an exact solver)."),
         (["gsp/table2", "--shard", "5/4"], "shard: got 5/4, expected i/n"),
-        (["gsp/table2", "gsp/table3"], "name the table once"),
+        (["gsp/table2", "gsp/table3"], "table: got 'gsp/table2', 'gsp/table3', expected one word"),
         (["-m", "gsp/table2"], "Leave -m out."),
-        (["mine", "rows=a"], "mine has no rows by name"),
+        (["mine", "rows=a"], "rows: mine is a grid without row names"),
         (["tuned", "--dry-run"], "recipe=tuned does not exist: tuned is not tuned yet. Add tune=true"),
         (["gsp/table2", "tune=maybe"], "tune: got maybe, expected true or false."),
         (["gsp/table2", "fold=a"], "fold[0]: got a, expected a whole number."),
@@ -400,7 +400,7 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
     assert out.count("to run: dmlbench oodml distances train=") == 6
     assert not started
     _, error = reproduce(capsys, "oodml/table_s2", "device=cpu", code=1)
-    assert "ended with exit code 1. The same command resumes." in error
+    assert "ended with exit code 1. Start the same command again to resume." in error
     out, _ = reproduce(capsys, "oodml/table_s2", "device=cpu")
     assert out.count("] done: ") == 2 and len(started) == 3 + 4
     assert all("device=cpu" in words for words in started)
@@ -466,7 +466,7 @@ def test_rows_are_tuned_in_shards_and_compared_with_their_references(folder: Pat
     made.parent.mkdir()
     made.write_text("covers: []\n")
     _, error = reproduce(capsys, "tuned", "tune=true", code=2)
-    assert "conf/recipe/tuned.yaml: got a recipe written by hand, which tune=true would replace. Rename it." in error
+    assert "conf/recipe/tuned.yaml: tune=true would overwrite this recipe written by hand. Rename the file." in error
     made.write_text(
         "# Written by `dmlbench reproduce`.\nsettings: [{when: {dataset: cub200}, set: {}, source: kept}]\n"
     )
@@ -506,9 +506,9 @@ def test_references_are_rows(folder: Path, capsys) -> None:
     path = folder / "conf" / "experiment" / "tuned.yaml"
     path.write_text(path.read_text().replace("[Contrastive]", "[Contrastve]"))
     _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
-    assert "references: got Contrastve, expected rows; did you mean 'Contrastive'?" in error
+    assert "references: got Contrastve, expected a row: did you mean 'Contrastive'?" in error
 
 
 def test_only_a_table_with_a_search_is_tuned(folder: Path, capsys) -> None:
     _, error = reproduce(capsys, "mine", "tune=true", code=2)
-    assert "tune: got true, but mine names no search. Tune a config by dmlbench tune." in error
+    assert "tune: got true, but mine defines no search. Use `dmlbench tune` instead." in error

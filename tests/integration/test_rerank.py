@@ -69,9 +69,9 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
     assert distance is not None
     torch.testing.assert_close(distance.center_rows(rows[1]), rows[0])
 
-    with pytest.raises(RunError, match="reranks, which episodes do not"):
+    with pytest.raises(RunError, match="uses rerank, which episodes do not support"):
         few_shot_of_run(taken, FewShotPlan((2,), 1, EvaluationSpec(metrics=("p_at_1",))))
-    with pytest.raises(RunError, match="by its own distance"):
+    with pytest.raises(RunError, match="with its own distance"):
         structure_of_run(taken)
 
     again = evaluate_from(arguments("evaluate", f"run={taken}"))
@@ -132,11 +132,11 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered"), "again, which AvslDistance"),
-        (("head=concatenated_levels", "backbone=resnet20_levels"), "which .*ConcatenatedLevels does not"),
-        (("pooling=native",), "compares cells of a map, and Native uses none"),
-        (("pooling=netvlad",), "compares cells of 16 numbers with embeddings, and NetVlad makes some of"),
-        (("evaluation.metrics=[map_at_r,nmi]",), "nmi compare unit vectors, which DimlDistance does not"),
+        (("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered"), "got a head with AvslDistance"),
+        (("head=concatenated_levels", "backbone=resnet20_levels"), "rerank: got .*ConcatenatedLevels, expected a head"),
+        (("pooling=native",), "compares cells of a map, but Native uses no map"),
+        (("pooling=netvlad",), "got embeddings of .* from NetVlad, expected 16"),
+        (("evaluation.metrics=[map_at_r,nmi]",), "got nmi, but DimlDistance does not compare unit vectors"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_before_it_is_trained(

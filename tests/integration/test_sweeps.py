@@ -56,7 +56,7 @@ def test_the_last_line_names_every_config_that_failed_and_the_others_are_done(tm
     assert code == 1
     lines = error.splitlines()
     assert lines[-1] == (
-        "dmlbench: error: 1 of 2 runs failed: optim.lr=1e+30; start the same command again to run these alone"
+        "dmlbench: error: 1 of 2 runs failed: optim.lr=1e+30. Start the same command again to repeat only these."
     )
     assert lines[-2].startswith("dmlbench: optim.lr=1e+30: training stopped at step")
     assert "Traceback" not in error
@@ -77,7 +77,7 @@ def test_every_failed_job_is_named_by_its_own_overrides(capsys) -> None:
     error = capsys.readouterr().err
     assert "dmlbench: loss=b: it broke\n" in error
     assert "ValueError: a defect" in error
-    assert "2 of 3 runs failed: loss=b; loss=c;" in error.splitlines()[-1]
+    assert "2 of 3 runs failed: loss=b; loss=c." in error.splitlines()[-1]
     assert guarded(lambda: raise_failures(_ended(a=ConfigError("too small")))) == 2
     raise_failures(_ended(a=None))
 
@@ -100,7 +100,7 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     assert len(find_runs("out")) == 1
     missing = ("dataset=cub200", "paths.data_dir=nowhere", "backbone=resnet50", "backbone.weights_file=gone.pth")
     error = command("train", *missing, "--dry-run", code=1)
-    assert "1 of 1 runs cannot start: " in error and "nowhere" in error and "weights file 'gone.pth' is not " in error
+    assert "1 of 1 runs cannot start: " in error and "nowhere" in error and "weights file 'gone.pth' does not " in error
     error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=1)
     reason = "fold: got 9, expected 0 to 3, the folds of the protocol."
     assert error.splitlines()[-1] == f"dmlbench: error: 1 config cannot be run: {reason}"

@@ -72,6 +72,6 @@ def test_tune_is_resumed_to_the_same_trials_and_a_recipe_of_the_best(tmp_path: P
     result = read_result(killed / "out" / best["runs"])
     assert config_sha256(made) == result["config_sha256"]
     assert result["metrics"]["val"]["map_at_r"] == float(best["score"])
-    with composing(folder), pytest.raises(ConfigError, match="recipe=tiny has nothing for loss=triplet"):
+    with composing(folder), pytest.raises(ConfigError, match="recipe=tiny has no settings for loss=triplet"):
         composed_run([*asked[:1], "loss=triplet", *asked[2:], "recipe=tiny"])
     assert compose("train", asked).optim.lr != made.optim.lr

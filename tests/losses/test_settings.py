@@ -108,16 +108,19 @@ def add(*weights: float, **named: nn.Module) -> Objective:
             lambda: add(zsr=ZeroShotRegularizer(0.1, 8, 4)).check_labels(torch.tensor([0, 9])),
             r"regularizer\.zsr\.num_classes: got 8",
         ),
-        (lambda: Objective(losses.MultiSimilarityLoss(), SwitchedNegatives(DistanceWeighted())), "pair of one class"),
-        (lambda: SwitchedNegatives(miners.MultiSimilarityMiner())(*batch()), "gives pairs"),
-        (lambda: ProxyAnchor(4, 8)(*batch(), (torch.tensor([0]),) * 3), "set miner=null"),
-        (lambda: Libc(4, 8)(torch.ones(1, 8), torch.tensor([0])), "batches of at least 2"),
+        (
+            lambda: Objective(losses.MultiSimilarityLoss(), SwitchedNegatives(DistanceWeighted())),
+            "negative pairs within a class",
+        ),
+        (lambda: SwitchedNegatives(miners.MultiSimilarityMiner())(*batch()), "returns pairs"),
+        (lambda: ProxyAnchor(4, 8)(*batch(), (torch.tensor([0]),) * 3), "Set miner=null"),
+        (lambda: Libc(4, 8)(torch.ones(1, 8), torch.tensor([0])), "got a batch of 1 image, expected at least 2"),
         (lambda: Diva(4, 8)(torch.ones(4, 8), torch.arange(4)), "Raise sampler.images_per_class"),
-        (lambda: Diva(4, 8, shared="across_classes")(*batch()), "got 2 classes, expected 3"),
+        (lambda: Diva(4, 8, shared="across_classes")(*batch()), "got 2 classes in a batch, expected at least 3"),
         (lambda: CrossBatchMemory(ContrastiveC1(), 8, 3).observe(*batch(), step=1), "memory_size: got 3"),
         (lambda: CrossBatchMemory(Diva(4, 8), 8, 16), "cannot compare a batch with a memory"),
-        (lambda: Metrix(Diva(4, 8)), "has no mixed labels here"),
-        (lambda: Metrix(ProxyAnchor(2, 3), variant="official"), "set variant=paper"),
+        (lambda: Metrix(Diva(4, 8)), "Metrix does not support Diva"),
+        (lambda: Metrix(ProxyAnchor(2, 3), variant="official"), "Set loss.variant=paper"),
         (lambda: Metrix(losses.ContrastiveLoss(distance=distances.LpDistance(p=1))), "got LpDistance"),
         (lambda: Metrix(losses.ContrastiveLoss(reducer=reducers.PerAnchorReducer())), "PerAnchorReducer"),
         (lambda: ZeroShotRegularizer(0.1, 4, 4, num_splits=2, halves="alternate"), "num_splits: got 2, expected 1"),
@@ -165,4 +168,4 @@ def test_regularizers_take_part_as_soon_as_their_side_outputs_are_there(
     with caplog.at_level("INFO"):
         parts = objective(ModelOutput(embeddings, {"histogram": torch.full((2, 4), 8.0)}), labels, step=2)
     assert parts == {"loss": share * 6 + 0.25 * (8 + 12), "dml": 6, "mean": 20}
-    assert "step 2: the regularizer 'mean' takes part from here on" in caplog.text
+    assert "step 2: regularizer 'mean' is now active" in caplog.text

@@ -233,7 +233,7 @@ def test_bad_values_are_named():
     distance, rows = trained()
     with pytest.raises(RunError, match="got 70 numbers"):
         distance(rows[:, :70], rows)
-    with pytest.raises(RunError, match="got meta, expected cpu"):
+    with pytest.raises(RunError, match="got device meta, expected cpu"):
         distance.tiles()(rows.to("meta"), rows)
     with pytest.raises(RunError, match="got 3 and 2"):
         distance.tiles().pairs(rows[:3], rows[:2])

@@ -151,7 +151,7 @@ def test_a_chunk_that_cannot_be_compiled_is_computed_and_said_so_once(monkeypatc
             found = small_chunks(distance, compiled=True)(x, y)
     assert_allclose(found, all_pairs(distance, x, y), rtol=1e-12, atol=1e-14)
     assert [record.message for record in caplog.records if "no compiler" in record.message] == [
-        "AVSL's chunks are computed without torch.compile, more slowly: no compiler"
+        "torch.compile failed for AVSL distances, using slower eager mode: no compiler"
     ]
 
 

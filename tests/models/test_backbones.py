@@ -267,7 +267,7 @@ def test_a_run_s_checkpoint_gives_the_weights_of_its_backbone(tmp_path: Path) ->
     assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items())
     other = {"model": {"network.weight": torch.zeros(1)}}
     save_checkpoint(tmp_path / "other.ckpt", other)
-    with pytest.raises(ConfigError, match="holds no named tensors"):
+    with pytest.raises(ConfigError, match="contains no named tensors"):
         read_weights(tmp_path / "other.ckpt")
 
 
@@ -331,14 +331,17 @@ def vit(height: int, width: int) -> tuple[Tensor, ...]:
         (lambda: ResNet20(out_levels=(1, 1)), "out_levels"),
         (lambda: ResNet20(batch_norm="half"), "'half'.*all, none, stats"),
         (lambda: ResNet20(weights_file="nothing.pth"), r"nothing\.pth.*weights_file"),
-        (lambda: EfficientNetLite(3, pretrained=False), r"no variant 3; choose one of \[0, 1, 2\]"),
+        (lambda: EfficientNetLite(3, pretrained=False), r"variant: got 3, expected one of \[0, 1, 2\]"),
         (lambda: TimmBackbone("resnet5O", pretrained=False), "'resnet5O'.*did you mean.*resnet50"),
         (lambda: TimmBackbone("resnet50.tv_in2k", pretrained=False), r"resnet50\.tv_in1k"),
         (lambda: TimmBackbone("resnet18", pretrained=False, out_indices=(5,)), "out_levels"),
-        (lambda: TimmBackbone("resnet18", pretrained=False, image_size=0), "image_size 0"),
-        (lambda: TimmBackbone("resnet18", pretrained=False, image_size=64), "'resnet18'.*leave image_size at null"),
+        (lambda: TimmBackbone("resnet18", pretrained=False, image_size=0), "image_size: got 0"),
+        (
+            lambda: TimmBackbone("resnet18", pretrained=False, image_size=64),
+            "image_size: got 64, expected null, as timm's 'resnet18'",
+        ),
         (lambda: TimmBackbone("test_vit", pretrained=False, image_size=227), "227 x 227.*224 x 224 or 240 x 240"),
-        (lambda: vit(227, 230), "16 x 16.*227 x 230.*224 x 224 or 240 x 240.*pad_images=true"),
+        (lambda: vit(227, 230), "227 x 230.*16 x 16.*224 x 224 or 240 x 240.*pad_images=true"),
         (lambda: vit(10, 40), "10 x 40 .*16 x 32 or 16 x 48"),
         (lambda: gray(torch.float32), r"\(2, 1, 4, 4\)"),
         (lambda: gray(torch.int64, 3), "int64"),

@@ -223,11 +223,11 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=next(iter(settings))):
             DimlDistance(**settings)
     distance, images = DimlDistance(grid_size=2), some_images()
-    with pytest.raises(RunError, match="rows: got 31 numbers, expected a multiple of 5"):
+    with pytest.raises(RunError, match="embeddings: got 31 numbers, expected a multiple of 5"):
         evaluate(EmbeddingSet(torch.ones(4, 31), torch.zeros(4).long(), torch.arange(4)), distance=distance)
     with pytest.raises(RunError, match="does not define a pairwise distance"):
         distance(images.rows)
-    with pytest.raises(ConfigError, match=r"shortlist \(30\) needs a distance"):
+    with pytest.raises(ConfigError, match="shortlist: got 30, but DimlDistance does not support shortlists"):
         evaluate(images, spec=EvaluationSpec(shortlist=30), distance=distance)
-    with pytest.raises(ConfigError, match="nmi compare unit vectors, which DimlDistance does not"):
+    with pytest.raises(ConfigError, match="got nmi, but DimlDistance does not compare unit vectors"):
         evaluate(images, spec=EvaluationSpec(metrics=("nmi",)), distance=distance)

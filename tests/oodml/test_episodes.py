@@ -63,21 +63,24 @@ def test_unresolved_names_raise_errors(tmp_path: Path) -> None:
     order, table, rows = ["cars_train", "cars_test"], official_table(), np.arange(7)
     good = {"Ram C-V Van": ["00001.jpg", "00002.jpg"], "BMW": ["00002.jpg", "00003.jpg"]}
     for given in ([], ["cars_train", "cars_train"]):
-        with pytest.raises(ConfigError, match="official needs merge_order"):
+        with pytest.raises(ConfigError, match=r"merge_order: got \[.*, expected \[<folder>,<folder>\]"):
             read_official(official_file(tmp_path, good), given)
     for files, message in (
         ({**good, "BMW": ["00002.jpg", "00004.jpg"]}, "'00004.jpg' of class 'BMW' .* is not in any of the folders"),
         ({**good, "BMW": ["00002.jpg", "00002_2.jpg"]}, "'00002_2.jpg' .* is not in both of the folders"),
-        ({**good, "BMW": ["00002.jpg", "00002.jpg"]}, "an episode of 2 shots names 3 images"),
-        ({"BMW": ["00002.jpg", "00003.jpg"]}, "an episode of other classes than its split"),
+        ({**good, "BMW": ["00002.jpg", "00002.jpg"]}, "got 3 images in an episode of 2 shots, expected 4"),
+        ({"BMW": ["00002.jpg", "00003.jpg"]}, "an episode with other classes than its split"),
     ):
         with pytest.raises(DataError, match=message):
             read_official(official_file(tmp_path, files), order).support(table, rows, shots=2, episode=0)
     read = read_official(official_file(tmp_path, good), order)
-    for shots, episode, message in ((5, 0, "got 5, expected 2 of 'splits.pkl'"), (2, 1, "has 1 episodes")):
+    for shots, episode, message in (
+        (5, 0, "got 5, expected one of 2 in 'splits.pkl'"),
+        (2, 1, "episodes: expected at most 1"),
+    ):
         with pytest.raises(ConfigError, match=message):
             read.support(table, rows, shots=shots, episode=episode)
-    with pytest.raises(DataError, match="the 1 test classes of cars196 are those of 0 splits"):
+    with pytest.raises(DataError, match="got 0 splits with the 1 test classes of cars196"):
         read.support(table, rows[:4], shots=2, episode=0)
     merged = dataclasses.replace(table, paths=np.array([f"{i}/{path[-9:]}" for i, path in enumerate(PATHS)]))
     with pytest.raises(DataError, match="Restore the original folders"):

@@ -287,7 +287,7 @@ def test_errors_of_runs_that_cannot_be_adapted(output: Path) -> None:
         few_shot_of_run(run_dir, PLAN)
     (run_dir / "config.yaml").write_text(config)
     write_result(run_dir, {**result, "metrics": {"val": result["metrics"]["test"]}})
-    with pytest.raises(RunError, match="was never tested"):
+    with pytest.raises(RunError, match="has no test scores"):
         few_shot_of_run(run_dir, PLAN)
 
 

@@ -57,9 +57,9 @@ def test_covariances_give_what_rows_give_also_of_lower_rank() -> None:
     ("first", "second", "message"),
     [
         (np.zeros((1, 3)), np.zeros((4, 3)), r"first set of features: got shape \[1, 3\], expected two or more rows"),
-        (np.zeros((4, 3)), np.zeros((4, 2)), "features of 3 and 2 numbers cannot be compared"),
+        (np.zeros((4, 3)), np.zeros((4, 2)), "features: got 3 and 2 dimensions, expected the same"),
         (np.zeros(4), np.zeros((4, 2)), r"first set of features: got shape \[4\]"),
-        (np.full((4, 2), np.nan), np.zeros((4, 2)), "row 0 of the first set of features is not finite"),
+        (np.full((4, 2), np.nan), np.zeros((4, 2)), "first set of features: got NaN or infinity in row 0"),
     ],
 )
 def test_sets_that_have_no_distance_are_refused(first: np.ndarray, second: np.ndarray, message: str) -> None:

@@ -174,5 +174,5 @@ def test_a_known_slip_is_kept_as_printed_and_marked(name: str, printed: str, sai
 
 
 def test_an_unknown_table_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(DataError, match=r"'gsp/tabel2'; did you mean 'gsp/table2'\?$"):
+    with pytest.raises(DataError, match=r"'gsp/tabel2': did you mean 'gsp/table2'\?$"):
         load_table("gsp/tabel2")

@@ -286,13 +286,13 @@ def test_runs_that_were_copied_or_exchanged_are_refused(tmp_path) -> None:
     shutil.copytree(config_dir / "fold0_rep0", config_dir / "fold1_rep0", dirs_exist_ok=True)
     refused("fold1_rep0 holds the result of fold0_rep0")
     shutil.copy(config_dir / "fold0_rep0" / EMBEDDINGS, config_dir / "fold1_rep0" / EMBEDDINGS)
-    refused(f"{EMBEDDINGS} .* is not the one that {RESULT} names")
+    refused(f"{EMBEDDINGS}: got SHA-256 .* as in {RESULT}")
     write_result(config_dir / "fold1_rep0", read_result(config_dir / "fold1_rep0") | {"seed": 7})
-    refused("names the seed 7, but fold1_rep0 with base_seed 0 has")
+    refused("got seed 7, expected .* for fold1_rep0 with base_seed 0")
     shutil.copytree(config_dir / "fold0_rep0", config_dir / "fold7_rep0")
     strange = read_result(config_dir / "fold7_rep0") | {"fold": 7, "seed": derive_seed(0, 7, 0)}
     write_result(config_dir / "fold7_rep0", strange)
-    refused("fold7_rep0 is of no fold of its protocol, which has 2")
+    refused("fold7_rep0 is not a fold of its protocol, which has 2")
     aggregate_config(find_runs(tmp_path), progress=False)
 
 

@@ -371,7 +371,7 @@ def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: P
     assert "|  | b | 9.00 ± 0.25 | **3.00 ± 0.25** |" in text
     assert "\nwhole: NOT THE PUBLISHED DATA: cut\n" in text
     assert "one_run" not in text
-    with pytest.raises(DataError, match="no table whose rows have deviations"):
+    with pytest.raises(DataError, match="no table whose rows have standard deviations"):
         summarize_tables(tmp_path / "one_run")
 
 

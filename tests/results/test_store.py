@@ -39,7 +39,7 @@ def test_state_of_a_run_follows_its_files(tmp_path) -> None:
     assert store.run_state(path) == "done"
     bound = {"schema": store.RESULT_SCHEMA, "config_file_sha256": file_sha256(path / store.CONFIG)}
     assert store.read_result(path) == bound | WHOLE
-    with pytest.raises(RunError, match=r"result\.json would hold NaN or infinity"):
+    with pytest.raises(RunError, match=r"result\.json: got NaN or infinity"):
         store.write_result(path, WHOLE | {"metrics": {"test": {"p_at_1": float("nan")}}})
     assert store.read_result(path)["metrics"] == WHOLE["metrics"]
 
@@ -63,7 +63,7 @@ def test_lock_of_a_living_process_refuses_a_second_one_and_goes_with_it(tmp_path
         ("[1]", "holds a list instead of names and values"),
         ("[" * 100_000, "nested too deeply"),
         ('{"schema": 1, "metrics": {"test": {"p_at_1": 0.5}}}', "its checksum is missing"),
-        ('{"metrics": {"test": {"p_at_1": NaN}}}', "NaN, which is no score"),
+        ('{"metrics": {"test": {"p_at_1": NaN}}}', "NaN, expected finite numbers"),
         ('{"metrics": {"test": {"p_at_1": 1e999}}}', "1e999"),
     ],
 )
@@ -73,7 +73,7 @@ def test_unusable_result_is_refused(tmp_path, content: str, message: str) -> Non
     with pytest.raises(RunError, match=message):
         store.read_result(path)
     write_json(path / store.RESULT, {"schema": 99})
-    with pytest.raises(RunError, match="schema 99, this version reads 1"):
+    with pytest.raises(RunError, match="got schema 99, expected 1"):
         store.read_result(path)
 
 
@@ -165,7 +165,10 @@ def _left_by(folder: Path, holder: str, silent_s: float) -> None:
 def test_a_lock_of_another_machine_is_stale_when_it_is_silent(tmp_path: Path) -> None:
     _left_by(tmp_path, "12 on elsewhere", SILENT_S - 30)
     assert is_locked(tmp_path)
-    with pytest.raises(RunInUse, match=r"in use by process 12 on elsewhere.*free after 90 seconds"), locked(tmp_path):
+    with (
+        pytest.raises(RunInUse, match=r"in use by process 12 on elsewhere.*try again after 90 seconds"),
+        locked(tmp_path),
+    ):
         pass
     _left_by(tmp_path, "12 on elsewhere", SILENT_S + 1)
     assert not is_locked(tmp_path)

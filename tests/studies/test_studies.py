@@ -45,7 +45,7 @@ def test_a_study_leaves_its_record_and_is_not_computed_again(
     files[".png"].unlink()
     command(*study)
     assert files[".png"].exists() and read_json(files[".json"])["parts"] == before
-    assert "steps: 15 there, 16 asked for" in command(*study, "steps=16", code=1)
+    assert "steps: 15 there, 16 requested" in command(*study, "steps=16", code=1)
 
 
 def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> 
     bound = parts()
     bound.bind(data="one")
     bound.get(["d"], compute, describe="letters")
-    with pytest.raises(RunError, match="made with another data"):
+    with pytest.raises(RunError, match="made with other data"):
         parts().bind(data="two")
     path.write_text("{}")
     with pytest.raises(RunError, match="is damaged"):
@@ -118,7 +118,7 @@ def test_studies_are_listed(command: Callable[..., str]) -> None:
         (["gsp_mu", "training=[loss]"], "training: got loss, expected overrides such as fit.max_steps=100."),
         (["gsp_m_eps", "smoothings=[1.0]"], "smoothings: got [1.0], expected two or more positive numbers."),
         (["gsp_weights", "transport_ratio=1"], "transport_ratio: got 1.0, expected a number between 0 and 1."),
-        (["collage_samples", "super_classes=[insect]"], "super_classes 'insect' is unknown; did you mean 'insects'"),
+        (["collage_samples", "super_classes=[insect]"], "super_classes 'insect' is unknown: did you mean 'insects'"),
         (["collage_samples", "super_classes=[trees]"], "super_classes 'trees' is unknown"),  # background
         (["untrained_poolings", "poolings=[gap,cbam]"], "poolings: got gap, cbam, expected two or more of gap, gmp"),
         (["object_size", "gap=x"], "gmp=... is missing"),

@@ -200,7 +200,7 @@ def test_ends_of_trainings(tmp_path, scores: list[float], settings: dict[str, An
 
 
 def test_warm_up_that_would_train_nothing_is_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"fit\.warmup_frozen \(backbone, head, loss\) freezes every"):
+    with pytest.raises(ConfigError, match=r"fit\.warmup_frozen: got backbone, head, loss, which freezes every"):
         _train(tmp_path, warmup_steps=2, warmup_frozen=["backbone", "head", "loss"])
     _train(tmp_path, max_steps=3, warmup_frozen=["backbone", "head", "loss"])  # without a warm-up it says nothing
 

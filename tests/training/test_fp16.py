@@ -129,7 +129,7 @@ def test_steps_that_are_all_skipped_end_the_training() -> None:
     assert metrics.last == {"loss": 1.0, "skipped_steps": MAX_SKIPPED - 1}
     metrics.add(MAX_SKIPPED, loss, torch.tensor(1.0), skipped)  # clipped by value
     with pytest.raises(
-        Diverged, match=r"fit\.precision: got fp16, but no gradient of the 50 steps up to step 50.*bf16"
+        Diverged, match=r"fit\.precision: got fp16, but the gradients of all 50 steps up to step 50.*bf16"
     ):
         metrics.read()
     metrics = DeferredMetrics()

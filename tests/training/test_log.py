@@ -95,7 +95,9 @@ def test_a_disk_that_is_full_is_an_error_that_names_the_folder(tmp_path, monkeyp
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # ends a write as a full disk does
     try:
-        with pytest.raises(RunError, match=r"tensorboard cannot be written: .*File too large; fix it, or go on with"):
+        with pytest.raises(
+            RunError, match=r"tensorboard cannot be written: .*File too large\. Fix the cause or set logger"
+        ):
             for step in range(100):
                 logger.log(step, {"train/loss": 0.5})
     finally:

@@ -34,8 +34,8 @@ def test_plans_are_read_as_written_and_their_absence_names_the_remedy(tmp_path) 
     plan = Plan(1 / 3, ((0.1, 0.5),))
     save_plan(tmp_path / "plan.json", plan)
     assert load_plan(tmp_path / "plan.json") == plan
-    with pytest.raises(RunError, match=r"run stage 1 .*protocol.stage=1"):
+    with pytest.raises(RunError, match=r"Run stage 1 .*protocol.stage=1"):
         load_plan(tmp_path / "none.json")
     (tmp_path / "plan.json").write_text('{"epochs": 1}')
-    with pytest.raises(RunError, match="is no training plan"):
+    with pytest.raises(RunError, match="is not a training plan"):
         load_plan(tmp_path / "plan.json")

@@ -85,12 +85,12 @@ def test_searches_have_the_names_of_their_files_and_see_no_test_set() -> None:
     with composing():
         assert [searched(name).name for name in names] == names
         _checked(searched("demo"), composed)
-        with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting, .* Leave protocol out"):
+        with pytest.raises(ConfigError, match=r"protocol: got mlrc, expected hpo, .* Leave protocol out"):
             _checked(searched("demo", "protocol=mlrc"), composed)
-        with pytest.raises(ConfigError, match=r"protocol=mlrc is for reporting"):  # also of a trial's second run
+        with pytest.raises(ConfigError, match=r"protocol: got mlrc, expected hpo"):  # also of a trial's second run
             _checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed)
         for given, own in ((["optim.lr=0.1"], ()), ([], ("runs=[['repeat=0','optim.lr=0.1']]",))):
-            with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is searched. Leave this out, or take"):
+            with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is in the search space. Leave optim.lr out"):
                 searched("demo", *given, own=own)
         with pytest.raises(ConfigError, match="train: got 'pooling', expected overrides"):
             searched("demo", own=("train=[pooling]",))

@@ -50,7 +50,7 @@ def test_a_run_gets_four_digits_within_the_bounds() -> None:
         ({"optim.lr": 0.1}, "space.optim.lr: got 0.1, expected bounds such as .* or choices such as"),
         ({"optim.lr": {"low": 1}}, "got low=1.0 and high=None, expected low < high"),
         ({"optim.lr": {"low": "1e-6", "high": 1}}, "space.optim.lr: low: got '1e-6', expected a valid number"),
-        ({"optim.lr": {"low": 1, "hihg": 2}}, "space.optim.lr: hihg is unknown; did you mean 'high'"),
+        ({"optim.lr": {"low": 1, "hihg": 2}}, "space.optim.lr: hihg is unknown, expected one of .*high"),
         ({"optim.lr": {"low": 2, "high": 1}}, "got low=2.0 and high=1.0, expected low < high"),
         ({"optim.lr": {"low": 0, "high": 1, "log": True}}, "got low=0.0 .* both positive with log: true"),
         ({"optim.lr": {**LR, "log": "yes"}}, "space.optim.lr: log: got 'yes', expected a valid boolean"),
@@ -64,8 +64,8 @@ def test_a_run_gets_four_digits_within_the_bounds() -> None:
         ({"fold": {"choices": [0, 1]}}, "space.fold: fold must be the same in all trials"),
         ({"fit.monitor": {"choices": ["p_at_1", "nmi"]}}, "fit.monitor must be the same in all trials"),
         ({"dataset.table.seed": {"choices": [0, 1]}}, "dataset must be the same in all trials"),
-        ({"optim.lr": {**LR, "when": {"pool": "gap"}}}, "when 'pool' is unknown; did you mean 'pooling'"),
-        ({"loss": {"choices": ["margin", "avsl"]}, "loss.nu": {"low": 0, "high": 1}}, "searches loss and loss.nu"),
+        ({"optim.lr": {**LR, "when": {"pool": "gap"}}}, "when 'pool' is unknown: did you mean 'pooling'"),
+        ({"loss": {"choices": ["margin", "avsl"]}, "loss.nu": {"low": 0, "high": 1}}, "got both loss and loss.nu"),
     ],
 )  # fmt: skip
 def test_errors_of_spaces(space, message) -> None:

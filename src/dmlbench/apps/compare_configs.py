@@ -86,7 +86,7 @@ def find_configs(
     """
     configs = store.without_trials(store.runs_by_config(store.find_runs(output_dir, pattern)), pattern)
     if not configs:
-        raise RunError(f"no run under {output_dir} matches '{pattern}'; `dmlbench status` lists what there is")
+        raise RunError(f"no run under {output_dir} matches '{pattern}'. List the runs with `dmlbench status`.")
     grouped: dict[tuple[str, str], list[Found]] = {}
     incomplete: list[str] = []
     for path, runs in configs.items():
@@ -99,19 +99,18 @@ def find_configs(
         except DmlbenchError as error:
             if left_out is None:
                 raise
-            reason = f"{path} ({error})"
+            reason = f"{path}: {error}"
         if reason:
             incomplete.append(reason)
-            log.warning("%s is left out", reason)
+            log.warning("left out: %s", reason)
             if left_out is not None:
                 left_out.append(reason)
             continue
         grouped.setdefault((runs[0].dataset, runs[0].protocol), []).append((path, runs, summary))
     if not grouped:
         raise RunError(
-            f"No config that matches '{pattern}' is complete and readable: {incomplete[0]}"
-            + f" and {len(incomplete) - 1} more" * (len(incomplete) > 1)
-            + ". Set allow_partial=true to show configs with missing runs; `dmlbench status` lists the runs."
+            f"no config that matches '{pattern}' is complete and readable. First of {len(incomplete)}: {incomplete[0]} "
+            "Set allow_partial=true to show configs with missing runs. List the runs with `dmlbench status`."
         )
     return named_configs(grouped)
 
@@ -144,11 +143,11 @@ def _incomplete(path: Path, runs: Sequence[RunInfo], *, allow_partial: bool) -> 
     """How many runs a config has, if it must be left out; else empty."""
     done = [run for run in runs if run.state == "done"]
     if not done:
-        return f"{path} (incomplete: no complete run)"
+        return f"{path}: incomplete: no complete run."
     if allow_partial:
         return ""
     count = len(missing_runs([(run.fold, run.repeat) for run in done], store.read_result(done[0].path)))
-    return f"{path} (incomplete: {len(done)} of {len(done) + count} runs)" if count else ""
+    return f"{path}: incomplete: {len(done)} of {len(done) + count} runs." if count else ""
 
 
 def named_configs(
@@ -365,7 +364,7 @@ def compare_configs(
     found = [_runs_of_config(output_dir, pattern, among, allow_partial) for pattern in patterns]
     configs = [runs[0].path.parent for runs in found]
     if len(set(configs)) != 2:
-        raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two configs.")
+        raise ConfigError(f"compare: got {', '.join(map(str, configs))}, expected two different configs.")
     done = [{(run.fold, run.repeat): run.path for run in of_config if run.state == "done"} for of_config in found]
     runs = [{key: store.read_result(path) for key, path in paths.items()} for paths in done]
     for paths, results in zip(done, runs, strict=True):
@@ -375,11 +374,14 @@ def compare_configs(
     lonely = sorted(set(runs[0]) ^ set(runs[1]))
     left_out = tuple(f"{store.run_name(key)} ({configs[key in runs[1]].name})" for key in lonely)
     if not common or (left_out and not allow_partial):
-        remedy = "set allow_partial=true to compare the others" if common else "they have no run in common"
-        raise RunError(f"configs are compared run by run, but only one has {', '.join(left_out)}; {remedy}")
+        remedy = "Set allow_partial=true to compare the others" if common else "They have no run in common"
+        raise RunError(f"compare: only one config has {', '.join(left_out)}, expected the same runs in both. {remedy}.")
     for key in common:
         if differing := [name for name in _SAME if runs[0][key][name] != runs[1][key][name]]:
-            raise RunError(f"{store.run_name(key)}: the configs differ in {', '.join(differing)}, so they are no pair.")
+            raise RunError(
+                f"compare: {store.run_name(key)} has different values of {', '.join(differing)} in the two configs, "
+                "expected the same."
+            )
     scores = [
         {key: _scores(paths[key], results[key], spec) for key in common}
         for paths, results in zip(done, runs, strict=True)
@@ -404,9 +406,9 @@ def _runs_of_config(output_dir: str, pattern: str, among: str, allow_partial: bo
     configs = configs or rows.get(pattern, [])
     if len(configs) != 1:
         found = ", ".join(str(path.relative_to(output_dir)) for path in configs) or "none"
-        remedy = "Use a longer pattern, or restrict both by configs="
+        remedy = "Use a longer pattern, or restrict the search with configs="
         if not configs:
-            remedy = f"Rows: {shorten(list(rows))}" if rows else "`dmlbench status` lists them"
+            remedy = f"Known rows: {shorten(list(rows))}" if rows else "List the configs with `dmlbench status`"
         raise RunError(f"compare: '{pattern}' matches {found} under {output_dir}, expected one config. {remedy}.")
     return store.runs_in(configs[0])  # also those beyond a pattern of runs
 

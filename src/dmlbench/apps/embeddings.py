@@ -89,10 +89,12 @@ def check_output(output: str | Path) -> None:
 def _parts(folder: Path) -> list[list[tuple[str, str]]]:
     """Paths relative to ``folder`` and classes: of all images, or of queries and gallery."""
     if not folder.is_dir():
-        raise DataError(f"images: got {folder}, expected a folder of images, or of folders of them by class.")
+        raise DataError(f"images: got {folder}, expected a folder of images or of class folders.")
     prefixes = ["query/", "gallery/"] if sorted(subfolders(folder)) == ["gallery", "query"] else [""]
     if prefixes != [""] and (alone := images_in(folder)):
-        raise DataError(f"'{folder / alone[0]}' lies beside query and gallery. Move it into one of them, or away.")
+        raise DataError(
+            f"'{folder / alone[0]}' is next to the folders query and gallery. Move it into one of them, or remove it."
+        )
     found = []
     for prefix in prefixes:
         part = [(image, image.rpartition("/")[0].split("/")[0]) for image in images_below(folder / prefix)]
@@ -101,14 +103,14 @@ def _parts(folder: Path) -> list[list[tuple[str, str]]]:
         nested = {top for image, top in part if image.count("/") > 1 and top.casefold() in PART_FOLDERS}
         if nested and not prefix:
             raise DataError(
-                f"'{folder}' holds parts of a data set, such as '{min(nested)}', whose folders are the classes. "
-                "Name one part, or a folder with query and gallery alone."
+                f"'{folder}' has split folders, such as '{min(nested)}', expected class folders. Pass one split "
+                "folder, or a folder that has only query and gallery."
             )
         outside = [image for image, top in part if not top]
         if outside and len(outside) < len(part):
-            raise DataError(f"'{folder / prefix / outside[0]}' lies beside folders of classes. Move it into one.")
+            raise DataError(f"'{folder / prefix / outside[0]}' is next to class folders. Move it into one of them.")
         if outside:
-            log.warning("'%s' has no folders of classes: each image is a class", folder / prefix)
+            log.warning("'%s' has no class folders: each image counts as its own class", folder / prefix)
         found.append([(prefix + image, top or prefix + image) for image, top in part])
     return found
 
@@ -171,23 +173,26 @@ def evaluate_from(args: Any) -> Evaluated:
 
 
 def _check_request(args: Any) -> None:
-    """Refuse before the work rather than after it."""
+    """Check the arguments before any work starts."""
     if (args.run is None) == (args.embeddings is None):
-        raise ConfigError("give either run=<run directory> or embeddings=<file>")
+        given = "neither" if args.run is None else "both"
+        raise ConfigError(f"expected either run=<run directory> or embeddings=<file>, got {given}.")
     if args.rerank is not None and not (args.run is not None and args.from_checkpoint):
-        raise ConfigError("rerank compares cells of the test images' maps; give run=<directory> from_checkpoint=true")
+        raise ConfigError("rerank needs the test images' feature maps. Set run=<run directory> from_checkpoint=true.")
     for key in (*INPUTS[1:], "model"):
         if args.run is not None and getattr(args, key) is not None:
-            raise ConfigError(f"{key}={getattr(args, key)} belongs to embeddings=<file>; a run has its own")
+            raise ConfigError(
+                f"{key}: got {getattr(args, key)} with run=, expected embeddings=<file>. Leave {key} out."
+            )
     outputs = [Path(path) for key in OUTPUTS if (path := getattr(args, key)) is not None]
     for path in outputs:
         if not path.parent.is_dir():
-            raise RunError(f"cannot write {path}: there is no folder {path.parent}")
+            raise RunError(f"cannot write {path}: the folder {path.parent} does not exist. Create it first.")
     inputs = [path for key in INPUTS if (path := getattr(args, key)) is not None]
     files = [os.path.realpath(path) for path in (*outputs, *inputs)]
     for path in outputs:
         if files.count(os.path.realpath(path)) > 1:
-            raise ConfigError(f"{path} is named twice; every file that is read or written needs a name of its own")
+            raise ConfigError(f"{path} is given twice, expected a different file for each input and output.")
     scores = component(args.evaluation).scores
     if args.hardest is not None:
         check_hardest(args.hardest, args.hardest_by, score_names(of_queries(scores)))
@@ -196,7 +201,7 @@ def _check_request(args: Any) -> None:
         for name, least in args.fail_below.items():
             if name not in known:
                 raise ConfigError(
-                    f"fail_below: got {name}, expected one of {', '.join(known)}. Add others to metrics=."
+                    f"fail_below: got {name}, expected one of {', '.join(known)}. Add other metrics to metrics=."
                 )
             if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
                 raise ConfigError(f"fail_below.{name}: got {least}, expected a fraction from 0 to 1.")
@@ -231,15 +236,15 @@ def _distance_of_file(args: Any, stored: StoredEmbeddings) -> BaseDistance | Non
     if args.model is None:
         if own := stored.metadata.get(OWN_DISTANCE):
             raise RunError(
-                f"{args.embeddings} is compared by {own} of {stored.metadata.get('model')}, not as unit vectors; name "
-                "that model with model=<run directory or exported folder>"
+                f"{args.embeddings}: {stored.metadata.get('model')} compares its embeddings by {own}, not as unit "
+                "vectors. Set model=<run directory or exported folder> to that model."
             )
         return None
     model = load(args.model, device="cpu", modules=args.modules)
     if stored.queries.rows.shape[1] != model.embedding_size:
         raise RunError(
-            f"{args.embeddings} has rows of {stored.queries.rows.shape[1]} numbers, {args.model} makes "
-            f"{model.embedding_size}; name the model that made them"
+            f"{args.embeddings}: got embeddings of {stored.queries.rows.shape[1]} dimensions, expected "
+            f"{model.embedding_size} as from {args.model}. Set model= to the model that computed them."
         )
     return model.network.distance if model.has_own_distance else None
 
@@ -261,7 +266,7 @@ def _evaluate_run(args: Any) -> Evaluated:
             try:
                 table = table_of_run(run_dir, result)
             except (DataError, RunError) as error:
-                log.warning("ids and labels stay without names: %s", error)
+                log.warning("image paths and class names are not available: %s", error)
         return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
     again = {} if args.rerank is None else {"rerank": args.rerank}

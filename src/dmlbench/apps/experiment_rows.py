@@ -120,7 +120,7 @@ def reproduce_of(path: Path | None) -> dict[str, Any]:
     rows = list(reproduce.get("rows") or {})
     for reference in reproduce.get("references") or ():
         if reference not in rows:
-            raise ConfigError(f"{path}: references: got {reference}, expected rows; {closest(reference, rows)}")
+            raise ConfigError(f"{path}: references: got {reference}, expected a row: {closest(reference, rows)}")
     return reproduce
 
 
@@ -145,7 +145,10 @@ def rows_of_paper(name: str, reproduce: Mapping[str, Any], composed: Mapping[str
         for label in reproduce.get(part) or {}:
             if label not in known:
                 listed = list(dict.fromkeys(map(str, known)))
-                raise ConfigError(f"experiment={name}: {part} has '{label}'; {closest(str(label), listed)}")
+                nearest = closest(str(label), listed)
+                raise ConfigError(
+                    f"experiment={name}: {part}: got '{label}', expected a value in the paper's table: {nearest}"
+                )
     return [_row_of(name, score, reproduce, composed) for score in scores]
 
 
@@ -186,7 +189,7 @@ def _our_label(label: str, metrics: Mapping[str, str]) -> str:
 def _joined(base: Sequence[str], parts: Sequence[Any]) -> tuple[tuple[str, ...], str]:
     for part in parts:
         if isinstance(part, dict) and "overrides" not in part:
-            return (), f"needs {part.get('needs', 'what its experiment does not say')}"
+            return (), f"needs {part.get('needs', 'overrides in its experiment')}"
     plain = [part["overrides"] if isinstance(part, dict) else part for part in parts]
     return last_of_each([*base, *(word for part in plain for word in words(part))]), ""
 
@@ -222,11 +225,11 @@ def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[
         known = list(dict.fromkeys(getattr(row.score, group) for row in rows))
         for option in options:
             if option not in known:
-                raise ConfigError(f"the table has no scores for {group}={option}; {closest(option, known)}")
+                raise ConfigError(f"the table has no scores for {group}={option}: {closest(option, known)}")
         rows = [row for row in rows if getattr(row.score, group) in options]
     if not rows:
         asked = ", ".join(f"{group}={','.join(options)}" for group, options in groups.items())
-        raise ConfigError(f"the table has no scores for {asked} together; leave one of them out")
+        raise ConfigError(f"the table has no scores for {asked} together. Leave one of them out.")
     if labels is None:
         return list(rows)
     kept = _matching(list(dict.fromkeys(row.label for row in rows)), labels)
@@ -236,7 +239,8 @@ def narrowed(rows: Sequence[Row], labels: Sequence[str] | None, groups: Mapping[
 def _matching(labels: Sequence[str], patterns: Sequence[str]) -> set[str]:
     found = {pattern: {x for x in labels if x == pattern or fnmatchcase(x, pattern)} for pattern in patterns}
     if unknown := [pattern for pattern in patterns if not found[pattern]]:
-        raise ConfigError(f"rows: '{unknown[0]}' matches no row; {closest(unknown[0], labels)} (or as in '*GSP*')")
+        nearest = closest(unknown[0], labels)
+        raise ConfigError(f"rows: got '{unknown[0]}', expected a row or a pattern such as '*GSP*': {nearest}")
     return set().union(*found.values())
 
 

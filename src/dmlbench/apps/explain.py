@@ -43,7 +43,7 @@ def explain_runs(
     runs = [load_run(run_dir, {"num_workers": 0}, device=device) for run_dir in run_dirs]
     tables = [run.data.table for run in runs]
     if len({table.fingerprint for table in tables}) > 1:
-        raise RunError("the runs are of different data; name runs of one data set")
+        raise RunError("run: got runs on different data, expected runs on the same data set.")
     rows = _rows(runs[0], images, num_images)
     explained = [explain_run(run, rows, run_dir.resolve()) for run, run_dir in zip(runs, run_dirs, strict=True)]
     labels = [one.label for one in explained]
@@ -69,7 +69,7 @@ def _rows(run: Setup, images: Sequence[int | str] | None, num_images: int) -> In
 def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
     """What the pooling of a loaded run looks at in images of its data set."""
     if run.model.explains_pairs:
-        raise ConfigError("AVSL explains pairs of images: give pair=<image>,<another> and one run")
+        raise ConfigError("head=avsl explains pairs of images. Give one run and pair=<image>,<another>.")
     images, weights, prototypes = [], [], []
     for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)

@@ -124,7 +124,7 @@ def explain_pair(
     set_strict_float32()
     run = load_run(run_dir, {"num_workers": 0, "image_cache": False}, device=device)  # two images need no cache
     if not run.model.explains_pairs:
-        raise ConfigError(f"pair explains runs of head=avsl, which {run_dir} is not. Leave it out.")
+        raise ConfigError(f"pair: got the run {run_dir}, expected a run of head=avsl. Leave pair out.")
     (first, x), (second, y) = (read_one(run, image) for image in pair)
     explanation = explain_images(
         cast(AvslModel, run.model), torch.cat([x, y]), (first, second),
@@ -150,7 +150,10 @@ def explain_images(
     distance = copy.deepcopy(model.distance).double()
     reliable = min(reliable, distance.level_size)
     if not 1 <= num_nodes <= reliable // 2:
-        raise ConfigError(f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of reliable. Raise that.")
+        raise ConfigError(
+            f"num_nodes: got {num_nodes}, expected 1 to {reliable // 2}, half of reliable. Lower num_nodes or raise "
+            "reliable."
+        )
     with autocast(images.device, precision):
         maps = model.maps(images)
     rows = model.head(maps).embedding.double()

@@ -117,7 +117,10 @@ def _fill(folder: Path, model: TrainedModel, formats: Sequence[str] | None, lice
     with torch.no_grad():
         rows = [Embedder(m.network)(images) for m in (model, load(folder, device="cpu", modules=modules))]
     if not torch.equal(*rows):
-        raise RunError(f"{model.name} gives other embeddings once it is exported; its state is not all in its weights")
+        raise RunError(
+            f"{model.name}: the exported model computes different embeddings. Save all of the network's state in its "
+            "state_dict()."
+        )
     return left_out
 
 
@@ -171,7 +174,9 @@ def _compare(
             wanted, found = network(images), graph(images)
         off = float((found - wanted).norm(dim=1).max() / wanted.norm(dim=1).max())
         if not off <= _TOLERANCE:
-            raise NoGraph(f"{_called(name, model)} is off by {off:.1e} of a row's length, more than {_TOLERANCE:.0e}")
+            raise NoGraph(
+                f"{_called(name, model)}: got a relative error of {off:.1e}, expected at most {_TOLERANCE:.0e}."
+            )
 
 
 def _called(name: str, model: TrainedModel) -> str:
@@ -191,7 +196,7 @@ def _as_no_graph(name: str, model: TrainedModel) -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split())
-        raise NoGraph(f"{_called(name, model)} is not possible: {type(cause).__name__}: {reason[:200]}") from error
+        raise NoGraph(f"{_called(name, model)} failed: {type(cause).__name__}: {reason[:200]}") from error
 
 
 @contextlib.contextmanager

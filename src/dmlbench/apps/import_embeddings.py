@@ -66,14 +66,16 @@ def import_config(args: Any) -> Imported:
     protocol = component(args.protocol)
     patterns = {key: str(getattr(args, key)) for key in FILES if getattr(args, key) is not None}
     if "embeddings" not in patterns:
-        raise ConfigError("say embeddings=<pattern of files>, such as 'embeddings=runs/fold{fold}_rep{repeat}.npz'")
+        raise ConfigError(
+            "embeddings is missing: expected a file pattern, such as 'embeddings=runs/fold{fold}_rep{repeat}.npz'."
+        )
     coordinates = [(fold, repeat) for fold in range(protocol.num_folds) for repeat in range(protocol.num_repeats)]
     files = {at: files_of(patterns, *at) for at in coordinates}
     for key, pattern in patterns.items():
         if len({of[key] for of in files.values()}) < len(coordinates):
             raise ConfigError(
-                f"{key}: got {pattern}, expected a file for each of {protocol.num_folds} {{fold}} and "
-                f"{protocol.num_repeats} {{repeat}}. Set protocol.num_repeats if there are others."
+                f"{key}: got {pattern}, expected a different file for each of {protocol.num_folds} {{fold}} and "
+                f"{protocol.num_repeats} {{repeat}}. Set protocol.num_repeats if you have fewer repeats."
             )
     missing = [at for at in coordinates if not files[at]["embeddings"].is_file()]
     if len(missing) == len(coordinates) or (missing and not args.allow_partial):
@@ -90,7 +92,7 @@ def import_config(args: Any) -> Imported:
     for fold, repeat in [at for at in coordinates if at not in missing]:  # everything is checked before the first run
         split = protocol.split(table, fold=fold)
         if split.test is None:
-            raise ConfigError(f"protocol '{protocol.name}' does not look at the test half; import under another")
+            raise ConfigError(f"protocol: got {protocol.name}, expected a protocol that evaluates the test half.")
         of = files[fold, repeat]
         try:
             stored = read_embeddings(of["embeddings"], **{key: of.get(key) for key in FILES[1:]})
@@ -101,7 +103,8 @@ def import_config(args: Any) -> Imported:
         raise RunError("\n  ".join(each.replace(_FILE, _listed(those), 1) for each, those in problems.items()))
     widths = {found.queries.rows.shape[1] for _, found, _ in checked.values()}
     if len(widths) > 1:
-        raise RunError(f"the files have rows of {', '.join(map(str, sorted(widths)))} numbers; a config has one width")
+        listed = " and ".join(map(str, sorted(widths)))
+        raise RunError(f"embeddings: got files of {listed} dimensions, expected the same number in all files.")
     for (fold, repeat), (split, found, is_by_order) in checked.items():
         of = files[fold, repeat]
         about = {
@@ -116,7 +119,7 @@ def import_config(args: Any) -> Imported:
             dataclasses.replace(args, fold=fold, repeat=repeat), config, protocol, table, split, found, about, spec
         )
     on_trust = any(is_by_order for *_, is_by_order in checked.values())
-    note = "the files have no ids: images of one class are taken to stand in the data set's order"
+    note = "the files have no ids: images of one class are assumed to be in the data set's order"
     return Imported(config, scores, (note,) * on_trust)
 
 
@@ -140,8 +143,8 @@ def _of_table(
 ) -> tuple[StoredEmbeddings, bool]:
     """The rows in the order of the test set with its labels and ids; and whether their order was taken on trust."""
     if (stored.gallery is None) != (test.gallery is None):
-        needs = "has a gallery of its own; give gallery=<pattern>" if test.gallery is not None else "has no gallery"
-        raise RunError(f"{source}: the test half of {table.name} {needs}")
+        needs = "has a gallery. Add gallery=<pattern>" if test.gallery is not None else "has no gallery. Leave it out"
+        raise RunError(f"{source}: the test half of {table.name} {needs}.")
     pairs = [("query", stored.queries, test.query)]
     if stored.gallery is not None and test.gallery is not None:
         pairs.append(("gallery", stored.gallery, test.gallery))
@@ -158,9 +161,7 @@ def _of_table(
         found.append(EmbeddingSet(part.rows[order], torch.from_numpy(table.labels[rows]), torch.from_numpy(rows)))
         theirs.append(labels)
         ours.append(rows)
-    remedy = (
-        "Give ids, or bring the rows into the data set's order." if is_by_order else "Correct the labels, or the ids."
-    )
+    remedy = "Add ids, or sort the rows in the data set's order." if is_by_order else "Correct the labels, or the ids."
     _require_same_classes(np.concatenate(theirs), np.concatenate(ours), table, source, remedy)
     return StoredEmbeddings(found[0], found[1] if len(found) > 1 else None, {}), is_by_order
 
@@ -178,15 +179,15 @@ def _order_of(ids: IntArray, rows: IntArray, table: ImageTable, source: str) -> 
 
 
 def _require_same_classes(theirs: IntArray, rows: IntArray, table: ImageTable, source: str, remedy: str) -> None:
-    """Insist that numbers of classes stand one to one for those of the data set."""
+    """Raise RunError unless labels map one-to-one to the classes of the data set."""
     ours = table.labels[rows]
     pairs = np.unique(np.stack([theirs, ours]), axis=1)
     for values, what, others in zip(pairs, ("label", "class"), ("classes", "labels"), strict=True):
         found, counts = np.unique(values, return_counts=True)
         if counts.max() > 1:
             raise RunError(
-                f"{source} does not have the labels of the test images of {table.name}: {what} "
-                f"{found[counts.argmax()]} stands for {counts.max()} {others}. {remedy}"
+                f"{source}: the labels do not match the test images of {table.name}: {what} "
+                f"{found[counts.argmax()]} has {counts.max()} {others}, expected 1. {remedy}"
             )
 
 
@@ -214,8 +215,8 @@ def _write(
             before = result.get("imported", {})
             if any(before.get(key) != about.get(key) for key in ("file_sha256", "gallery_sha256")):
                 raise RunError(
-                    f"{run_dir} holds other embeddings of this name; choose another name, or remove it with `dmlbench "
-                    f"clean {config.name!r}`"
+                    f"{run_dir} has other embeddings of the same name. Choose another name, or remove the run with "
+                    f"`dmlbench clean {config.name!r}`."
                 )
             if result["dataset_fingerprint"] == table.fingerprint:
                 log.info("%s is complete: nothing to do", run_dir)

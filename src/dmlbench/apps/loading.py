@@ -76,7 +76,7 @@ def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Set
     require_own_files(run_dir, result, (BEST,))
     require_modules(config, _OF_RUN)
     if changed := changed_code(config, result):
-        log.warning("%s was trained by other code: %s changed since", run_dir, ", ".join(changed))
+        log.warning("%s was trained with different code: %s changed since", run_dir, ", ".join(changed))
 
     check_data = functools.partial(_require_data_of, result)
     setup = make_setup(as_config({**config, **overrides}), select_device(device), check_data=check_data)
@@ -97,16 +97,21 @@ def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
 def _require_data_of(result: Mapping[str, Any], table: ImageTable) -> None:
     then = result["dataset_fingerprint"]
     if table.fingerprint != then:
-        raise RunError(f"{table.name} is not the data of the run: fingerprint {table.fingerprint[:9]}, not {then[:9]}")
+        raise RunError(
+            f"{table.name}: got data of the fingerprint {table.fingerprint[:9]}, expected {then[:9]} as in the run."
+        )
 
 
 def config_with_weights(run_dir: Path) -> dict[str, Any]:
     """The configuration of a run that kept its best weights."""
     config = read_config(run_dir / CONFIG)
     if "imported" in config:
-        raise RunError(f"{run_dir} was imported: it has embeddings, but no model")
+        raise RunError(f"{run_dir} was imported: it has embeddings, but no model.")
     if not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir} has no {BEST}; it was run with fit.keep={config['fit']['keep']}")
+        raise RunError(
+            f"{run_dir} has no {BEST}: it was run with fit.keep={config['fit']['keep']}. Remove (`dmlbench clean`) and "
+            "repeat the run with fit.keep=best."
+        )
     return config
 
 
@@ -123,18 +128,19 @@ def put_weights(model: MetricModel, weights: Mapping[str, Tensor], file: Path) -
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise RunError(f"{file} does not fit the model of this version: {reason}; run it again") from error
+        raise RunError(f"{file} does not fit the model in this version: {reason}. Train the model again.") from error
 
 
 def row_of(table: ImageTable, image: int | str) -> int:
     """The row of an image that is named by its row or by its path in the data set."""
     if isinstance(image, int):
         if not 0 <= image < len(table):
-            raise ConfigError(f"image {image} is not in {table.name}, which has rows 0 to {len(table) - 1}")
+            raise ConfigError(f"image: got {image}, expected a row from 0 to {len(table) - 1} of {table.name}.")
         return image
     found = np.flatnonzero(table.paths == str(image))
     if not len(found):
-        raise ConfigError(f"image '{image}' is not in {table.name}; {closest(str(image), table.paths.tolist())}")
+        nearest = closest(str(image), table.paths.tolist())
+        raise ConfigError(f"image: got '{image}', expected a path in {table.name}: {nearest}")
     return int(found[0])
 
 
@@ -306,10 +312,10 @@ class TrainedModel:
             ValueError: the network is in training mode.
         """
         if self.network.training:
-            raise ValueError("the network is in training mode; call model.network.eval() before embed(...)")
+            raise ValueError("the network is in training mode. Call model.network.eval() before embed().")
         if normalize and self.has_own_distance:
             name = type(self.network.distance).__name__
-            raise ConfigError(f"normalize: got True, but rows of this model are compared by {name}. Leave it out.")
+            raise ConfigError(f"normalize: got True, expected False since this model compares embeddings by {name}.")
         table, source = open_given(images, self.transform, self.image_size, device=self.device)
         batches = EvalBatches(
             table, np.arange(len(table)), images=source, transform=self.transform, batch_size=batch_size,
@@ -338,7 +344,10 @@ class TrainedModel:
         sides = [torch.atleast_2d(torch.as_tensor(x, dtype=dtype, device=self.device)) for x in (a, b)]
         for x in sides:
             if x.ndim != 2 or x.shape[1] != self.embedding_size:
-                raise RunError(f"rows {tuple(x.shape)} are no embeddings of {self.name}, [N, {self.embedding_size}]")
+                raise RunError(
+                    f"distance: got embeddings of shape {tuple(x.shape)}, expected [N, {self.embedding_size}] as from "
+                    f"{self.name}."
+                )
         found: Tensor = self.network.distance(*sides)
         return found.float().cpu()
 
@@ -391,27 +400,27 @@ def _exported(folder: Path, device: str, modules: tuple[str, ...]) -> TrainedMod
     try:
         if content.get("schema") != EXPORT_SCHEMA:
             raise RunError(
-                f"{folder / MANIFEST} has schema {content.get('schema')}, this version reads {EXPORT_SCHEMA}; install "
-                "the version that wrote it"
+                f"{folder / MANIFEST}: schema: got {content.get('schema')}, expected {EXPORT_SCHEMA}. Install the "
+                "version of dmlbench that wrote the file."
             )
         manifest = validated(content, Manifest)
     except ValueError as error:
-        raise RunError(f"{folder / MANIFEST} is damaged ({error}); get the folder again") from error
+        raise RunError(f"{folder / MANIFEST} is damaged ({error}). Get the folder again.") from error
     for name in (CONFIG, PREPROCESSING, WEIGHTS):
         path = folder / name
         if not path.is_file() or file_sha256(path) != manifest.files.get(name):
-            raise RunError(f"{path} is not the file that {MANIFEST} names; get the folder again")
+            raise RunError(f"{path} is missing, or its SHA-256 differs from {MANIFEST}. Get the folder again.")
     config = _plain_config(folder / CONFIG, modules)
     try:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as error:
-        raise RunError(f"{folder / WEIGHTS} is damaged ({error}); get the folder again") from error
+        raise RunError(f"{folder / WEIGHTS} is damaged ({error}). Get the folder again.") from error
     model = _made(folder, config, manifest.result, device, weights, folder / WEIGHTS)
     now, then = (each.get("in_the_network") for each in (preprocessing(model), _json_of(folder / PREPROCESSING)))
     if now != then:
         raise RunError(
-            f"{folder / PREPROCESSING} names {then}, but the versions of dmlbench and timm here have {now}; install "
-            f"those that {MANIFEST} names"
+            f"{folder / PREPROCESSING}: got {now} from the installed dmlbench and timm, expected {then}. Install the "
+            f"versions that {MANIFEST} lists."
         )
     return model
 
@@ -420,7 +429,7 @@ def _json_of(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); get the folder again") from error
+        raise RunError(f"{path} is damaged ({error}). Get the folder again.") from error
 
 
 def _made(
@@ -470,20 +479,22 @@ def _plain_config(path: Path, modules: tuple[str, ...]) -> dict[str, Any]:
     try:
         validated(config, _ModelConfig)
     except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); get the folder again") from error
+        raise RunError(f"{path} is damaged ({error}). Get the folder again.") from error
     if place := next((place for place, value in leaves(config) if "${" in f"{place}{value}"), None):
-        raise ConfigError(f"{path}: {place} is an interpolation, expected a value. Get the folder again.")
+        raise ConfigError(f"{path}: {place}: got an interpolation, expected a value. Get the folder again.")
     known = _components()
     for place, value in _leaves_of_model(config):
         if "_target_" in place and value not in known.get(place, ()):
             package = str(value).partition(".")[0]
             if package not in modules:
-                remedy = f"If you trust that code, name its package in modules, here [{package}]"
+                remedy = f"If you trust the code, add modules=[{package}]"
                 raise ConfigError(f"{place}: got {value}, expected a component of dmlbench. {remedy}.")
             if not f"{getattr(imported(str(value), place), '__module__', '')}.".startswith(f"{package}."):
-                raise ConfigError(f"{place}: got {value}, which is not of the package {package}. Get the folder again.")
+                raise ConfigError(
+                    f"{place}: got {value}, expected a class defined in the package {package}. Get the folder again."
+                )
         if place == "backbone.name" and ":" in str(value):
-            raise ConfigError(f"{place}: got {value}, which would be fetched. Get a folder whose network timm has.")
+            raise ConfigError(f"{place}: got {value}, which needs a download, expected the name of a model in timm.")
     return config
 
 
@@ -496,7 +507,7 @@ def _leaves_of_model(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _components() -> dict[str, set[str]]:
-    """The components of dmlbench's own options by the place where they stand."""
+    """The components of dmlbench's own options, by their key."""
     found: dict[str, set[str]] = {}
     for group in ("backbone", "tuning", "pooling", "head", "transform"):
         for path in (config_folder() / group).glob("*.yaml"):

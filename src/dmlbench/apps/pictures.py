@@ -28,6 +28,6 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(image, format="png", dpi=DPI)
         atomic_write(path, image.getvalue())
     except OSError as error:
-        raise RunError(f"cannot write '{path}' ({error.strerror}); choose another output") from error
+        raise RunError(f"cannot write '{path}' ({error.strerror}). Choose another output.") from error
     finally:
         plt.close(figure)

@@ -139,7 +139,7 @@ def with_state(run: Run) -> Run:
     except RunError as error:
         return replace(run, state="unusable", problem=str(error))
     lost = "embeddings_sha256" in result and not (run.path / EMBEDDINGS).exists()
-    problem = f"{run.path} has lost its {EMBEDDINGS}: its scores stay, others need another run" if lost else ""
+    problem = f"{run.path} has lost its {EMBEDDINGS}: its scores are kept, others need a new run" if lost else ""
     return replace(run, state="done", problem=problem, result=result)
 
 
@@ -155,7 +155,7 @@ class Inputs:
 def one_error(errors: Iterable[DmlbenchError]) -> DmlbenchError:
     """Several errors as one that has each message once."""
     distinct = list({str(error): error for error in errors}.values())
-    return distinct[0] if len(distinct) == 1 else type(distinct[0])("; ".join(map(str, distinct)))
+    return distinct[0] if len(distinct) == 1 else type(distinct[0])(" ".join(map(str, distinct)))
 
 
 def load_inputs(configs: Iterable[PlannedConfig]) -> Inputs:

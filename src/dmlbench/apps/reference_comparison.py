@@ -57,7 +57,8 @@ def differences_of(
     """
     by_label = {config.label: config for config in configs}
     if unknown := [label for label in references if label not in by_label]:
-        raise ConfigError(f"reproduce.references: '{unknown[0]}' is no row; {closest(unknown[0], list(by_label))}")
+        nearest = closest(unknown[0], list(by_label))
+        raise ConfigError(f"reproduce.references: got '{unknown[0]}', expected a row: {nearest}")
     scores, labels = _query_scores(configs, metrics)
     found: dict[str, Differences] = {}
     for metric in metrics:

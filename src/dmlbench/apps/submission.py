@@ -117,8 +117,8 @@ def _copies(files: Sequence[Path]) -> list[str]:
     """Which files come from the model of another file, a line each."""
     cosines = {file: _cosines(file) for file in files}
     return [
-        f"{other.name} is a copy of {one.name}: the cosines of its images are equal within {_SAME:g}. Submit a model "
-        "for each fold and repeat."
+        f"{other.name} is a copy of {one.name}: the cosines of its images are equal within {_SAME:g}. Train one "
+        "model for each fold and repeat."
         for one, other in itertools.combinations(cosines, 2)
         if cosines[one].shape == cosines[other].shape and np.abs(cosines[one] - cosines[other]).max() < _SAME
     ]

@@ -60,7 +60,7 @@ class CommandLine:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{message}. See {self.prog} --help.")
 
 
 def parse(name: str, arguments: Sequence[str]) -> CommandLine:
@@ -90,9 +90,9 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
     rest, flags = given.pop("rest"), given.pop("flags", None) or ()
     folder = given["config_dir"]
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--config-dir: {folder} is not a folder")
+        raise ConfigError(f"--config-dir: got {folder}, expected an existing folder.")
     if given["resolve"] and not given["cfg"]:
-        raise ConfigError("--resolve goes with --cfg only")
+        raise ConfigError("--resolve works only with --cfg. Add --cfg job.")
     words = tuple(word for word in rest if "=" not in word and not word.startswith("~"))
     return CommandLine(words, (*(argument for argument in rest if argument not in words), *flags), **given)
 
@@ -104,9 +104,9 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     if line.words:
         key = _WORDS.get(name, "configs")
         if key not in keys and not (config_folder() / key).is_dir():
-            raise ConfigError(f"expected key=value, got '{line.words[0]}'; see dmlbench {name} --help")
+            raise ConfigError(f"expected key=value, got '{line.words[0]}'. See dmlbench {name} --help.")
         if len(line.words) > 1 or any(argument.startswith(f"{key}=") for argument in given):
-            raise ConfigError(f"name the {key} once, in one word, not in {', '.join(map(repr, line.words))}")
+            raise ConfigError(f"{key}: got {', '.join(map(repr, line.words))}, expected one word, given once.")
         given.append(f"{key}={line.words[0]}")
     if name == "train":
         split = [argument.partition("=") for argument in given]
@@ -159,13 +159,13 @@ def _option_of(argument: str) -> str:
     key, equals, value = argument.partition("=")
     group = key_of(argument)
     if not group:
-        raise ConfigError(f"{argument}: expected key=value, such as fit.max_steps=100")
+        raise ConfigError(f"{argument}: expected key=value, such as fit.max_steps=100.")
     folder = config_folder() / group
     has_none = (folder / "none.yaml").is_file()
     is_removed = key[0] == "~" or (value == "null" and not has_none)
     if group in _SINGLE and folder.is_dir() and (is_removed or value.startswith(("[", "{"))):
         some = min(path.stem for path in folder.glob("*.yaml"))
-        raise ConfigError(f"{argument}: every run has one {group}; choose it by its name, such as {group}={some}")
+        raise ConfigError(f"{argument}: expected the name of one {group}, such as {group}={some}.")
     if equals and has_none:
         return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
     return argument
@@ -175,7 +175,9 @@ def _parsed(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
-        raise ConfigError(f"cannot parse {argument}: expected key=value. Quote a value with ,=:()[]{{}}.") from None
+        raise ConfigError(
+            f"cannot parse {argument}: expected key=value. Quote values that have any of ,=:()[]{{}}."
+        ) from None
 
 
 def _of_each_job(arguments: Sequence[str], parsed: Sequence[Override]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command
 from dmlbench.config import config_folders, key_of, listed
-from dmlbench.types import ConfigError, DataError, ImageTable, closest
+from dmlbench.types import ConfigError, DataError, ImageTable, closest, counted
 
 _COMMANDS = ("list", "stats", "verify", "prepare")
 _OF_PREPARE = ("dataset", "archives", "password", "download", "accept_other_checksum")
@@ -20,12 +20,15 @@ _OF_PREPARE = ("dataset", "archives", "password", "download", "accept_other_chec
 def main(line: CommandLine) -> None:
     command, *names = line.words or ("",)
     if command not in _COMMANDS and not line.help:
-        unknown = f"; '{command}' is none of these" if command else ""
-        raise ConfigError(f"say what to do: dmlbench data {'|'.join(_COMMANDS)}{unknown}")
+        unknown = f"got '{command}', " if command else ""
+        raise ConfigError(f"dmlbench data: {unknown}expected one of {', '.join(_COMMANDS)}.")
     names += [override.partition("=")[2] for override in line.overrides if override.startswith("dataset=")]
     if len(names) != (command != "list") and not line.help:
         wanted = "no name" if command == "list" else "the name of one data set"
-        raise ConfigError(f"dmlbench data {command} takes {wanted}; `dmlbench data list` has them all")
+        raise ConfigError(
+            f"dmlbench data {command}: got {counted(len(names), 'name')}, expected {wanted}. List all with "
+            "`dmlbench data list`."
+        )
     known = sorted(_files(line.config_dir))
     for name in names:
         if name not in known:
@@ -85,7 +88,7 @@ def _load(args: Any, name: str) -> ImageTable:
             source.find(args.dataset["table"]["root"])
         except DataError as error:
             downloads = all(map(source.links, source.alternatives[0]))
-            how = "downloads it" if downloads else "extracts the archives, once they are there"
+            how = "downloads it" if downloads else "extracts the archives after you download them"
             raise DataError(
                 f"{error}\n  `dmlbench data prepare {name}` {how}. By hand: {source.by_hand}.\n"
                 f"  Terms: {source.terms}. Cite: {source.citation}."
@@ -110,7 +113,7 @@ def _verify(args: Any, name: str) -> None:
         expected = SOURCES[name].published
         num_published = expected.num_images
         counts = "published" if counts_by_role(table.labels, table.role) == dict(expected.by_role) else "others"
-        print(f"  published: {expected}" + ("" if counts == "published" else " (not what is here)"))
+        print(f"  published: {expected}" + ("" if counts == "published" else " (your copy differs)"))
     # A loader that insisted on the counts of what it found may have found a part of the benchmark.
     is_part = any(note.startswith("a subset") for note in table.notes)
     if counts != "published" and args.dataset["table"].get("check_counts") is True and not is_part:
@@ -138,7 +141,7 @@ def _prepare(args: Any, name: str, overrides: Sequence[str]) -> None:
 
     source = SOURCES.get(name)
     if source is None:
-        raise ConfigError(f"there is nothing to prepare for '{name}'; {', '.join(sorted(SOURCES))} have archives")
+        raise ConfigError(f"dmlbench data prepare: got {name}, expected one of {', '.join(sorted(SOURCES))}.")
     given = [str(file) for file in listed(args.archives) if file is not None]
     print(f"{source.title}, {source.home}\n  terms: {source.terms}\n  cite: {source.citation}")
     prepared = prepare(
@@ -146,6 +149,6 @@ def _prepare(args: Any, name: str, overrides: Sequence[str]) -> None:
         accept_other_checksum=args.accept_other_checksum,
         report=lambda text: print(f"  {text}", flush=True),
     )  # fmt: skip
-    print(f"  {'is there already' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
+    print(f"  {'already prepared' if prepared.was_there else 'made'}: {prepared.folder} ({prepared.layout})")
     _load(args, name)
     print("next: " + shlex.join(["dmlbench", "data", "verify", name, *overrides]))

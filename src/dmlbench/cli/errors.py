@@ -61,10 +61,10 @@ def guarded(action: Callable[[], None]) -> int:
     try:
         action()
     except KeyboardInterrupt:
-        return _report("interrupted; nothing that was finished is lost, start the same command again", EXIT_INTERRUPTED)
+        return _report("interrupted. Completed work is kept. Start the same command again to resume.", EXIT_INTERRUPTED)
     except Preempted as stop:
         how = "stopped" if stop.code == EXIT_PREEMPTED else "interrupted"
-        print(f"dmlbench: {how}; start the same command again to continue", file=sys.stderr)
+        print(f"dmlbench: {how}. Start the same command again to resume.", file=sys.stderr)
         return EXIT_PREEMPTED if stop.code == EXIT_PREEMPTED else EXIT_INTERRUPTED
     except SweepFailed as failed:
         return _report_sweep(failed)
@@ -100,7 +100,7 @@ def _described(error: Exception) -> tuple[str, int] | None:
     if isinstance(cause, _OF_FILES) and (place := _file_of(cause)):
         return f"{place} cannot be read: {' '.join(str(cause).split())}. {_OTHER_FILE}", EXIT_FAILED
     if isinstance(cause, RecursionError) and any("hydra." in name for name, _ in _frames(cause)):
-        return "the configuration includes itself. Look at its defaults.", EXIT_BAD_CONFIGURATION
+        return "the configuration includes itself. Check its defaults list.", EXIT_BAD_CONFIGURATION
     return None
 
 
@@ -129,8 +129,12 @@ def _report_sweep(failed: SweepFailed) -> int:
         found.append((name, message))
     for message, names in by_reason(found).items():
         print(f"dmlbench: {names}: {message}", file=sys.stderr)
-    remedy = "correct them" if codes == {EXIT_BAD_CONFIGURATION} else "start the same command again to run these alone"
-    return _report(f"{failed}; {remedy}", min(codes))
+    remedy = (
+        "Correct these overrides."
+        if codes == {EXIT_BAD_CONFIGURATION}
+        else "Start the same command again to repeat only these."
+    )
+    return _report(f"{failed}. {remedy}", min(codes))
 
 
 def explain(error: Exception) -> str:
@@ -140,9 +144,9 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         nearest = closest(option, list(error.options))
-        remedy = ". Every run writes history.csv." if group == "logger" else ""
+        remedy = " Every run writes history.csv." if group == "logger" else ""
         if not (remedy or nearest.startswith("did you mean")):
-            remedy = ". Options of your own need --config-dir=<folder>."
+            remedy = " Options of your own need --config-dir=<folder>."
         return f"{group}={option} is unknown: {nearest}{remedy}"
     if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and "not in" in str(cause):
         key, parent = str(cause.key), cause.parent_node
@@ -159,7 +163,7 @@ def explain(error: Exception) -> str:
             nearest = closest(name, [str(each) for each in node], prefix=f"{prefix}.")
             return f"{cause.full_key}: got ${{{wrong[1]}}}, which has no value: {nearest}"
     if isinstance(cause, MissingMandatoryValue):
-        return f"{cause.full_key} is missing: expected {cause.full_key}=<value>"
+        return f"{cause.full_key} is missing: expected {cause.full_key}=<value>."
     expected = next((kind for said, kind in _EXPECTED.items() if said in str(cause)), None)
     if isinstance(cause, ValidationError) and expected:
         return f"{cause.full_key}: got {shlex.quote(str(cause.value))}, expected {expected}."
@@ -167,9 +171,9 @@ def explain(error: Exception) -> str:
         key = f"{cause.full_key}: " if cause.full_key else ""
         return f"{key}{' '.join(str(cause.msg or cause).partition('full_key:')[0].split())}"
     if several := re.match(r"Ambiguous value for argument '(.+?)' 1\. To use", message):
-        return f"{several[1]} gives several values: -m runs each of them; a list is written [a,b]"
+        return f"{several[1]}: got several values, expected one. Add -m to run each of them, or write a list as [a,b]."
     if missing := re.match(r"Could not override '([^']+)'\. No match in the defaults list", message):
-        return f"'{missing[1]}' is no configuration group: {closest(missing[1], groups())}"
+        return f"configuration group '{missing[1]}' is unknown: {closest(missing[1], groups())}"
     return message
 
 

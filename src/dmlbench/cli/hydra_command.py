@@ -50,7 +50,7 @@ def sub_command(
     if word in words:
         return word, replace(line, words=tuple(rest))
     if word or not line.help:
-        raise ConfigError(f"{unknown.format(word)} ({closest(word, list(words))})")
+        raise ConfigError(f"{unknown.format(word)}: {closest(word, list(words))}")
     width = max(10, *map(len, words))
     print(f"usage: dmlbench {usage} [--help] [key=value ...]\n")
     print("\n".join(f"  {name:<{width}} {text}" for name, text in words.items()))
@@ -78,7 +78,7 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
             done = [job for batch in composer.multirun(name, job, [*overrides, "hydra.mode=MULTIRUN"]) for job in batch]
             raise_failures(done)
             if name == "train":
-                print(f"{counted(len(done), 'run')} ended without an error; `dmlbench table` compares configs")
+                print(f"{counted(len(done), 'run')} ended without an error. Compare configs with `dmlbench table`.")
         else:
             error = composer.run(name, Job(name, task, line.config_dir), overrides).return_value
             if isinstance(error, Exception):

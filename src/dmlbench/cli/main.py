@@ -84,12 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def action() -> None:
         name, *rest = arguments
         if name not in COMMANDS:
-            raise ConfigError(f"'{name}' is no command: {closest(name, list(COMMANDS))}")
+            raise ConfigError(f"command '{name}' is unknown: {closest(name, list(COMMANDS))}")
         if name in _WITH_NETWORKS:
             keep_freed_memory()
         line = parse(name, rest)
         if num_launched() > 1 and (name != "train" or line.is_sweep):
-            raise ConfigError(f"torchrun: got {name}{' -m' * line.is_sweep}, expected train of one run.")
+            raise ConfigError(f"torchrun: got {name}{' -m' * line.is_sweep}, expected train without -m.")
         if name in _WITH_MODULE:
             importlib.import_module(f"dmlbench.cli.{name}").main(line)
         elif name in _WITH_WORD:

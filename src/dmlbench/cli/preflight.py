@@ -40,14 +40,16 @@ Settings = dict[str, dict[str, Any]]
 def check_sweep(line: CommandLine) -> None:
     """``dmlbench train --dry-run``: list the runs with their state, check their inputs, and estimate their time."""
     if line.help or line.cfg:
-        raise ConfigError("--dry-run: leave --help and --cfg out.")
+        raise ConfigError("--dry-run cannot be combined with --help or --cfg. Leave these out.")
     prepare_process(line.config_dir, "train")
     overrides = for_hydra("train", line)
     with composing(line.config_dir, "train"):
         configure_log(hydra.compose("train", return_hydra_config=True).hydra.job_logging)
         jobs = [[override for override in overrides if not key_of(override).startswith("hydra")]]
         if (line.is_sweep or is_sweep(overrides)) and not (jobs := sweep_jobs(overrides)):
-            raise ConfigError("--dry-run: got a sweeper that chooses its jobs as it goes, expected Hydra's basic one.")
+            raise ConfigError(
+                "--dry-run: got a sweeper that chooses jobs during the sweep, expected Hydra's basic one."
+            )
         settings: Settings = {}
         wanted = [tuple(each for each in job if key_of(each) not in COORDINATES) for job in jobs]
         names = dict(zip(wanted, own_overrides(wanted), strict=True))
@@ -70,7 +72,7 @@ def check_sweep(line: CommandLine) -> None:
             plan = make_plan(configs, composer({}, is_checked=False), output_dir, coordinates)
         requested = {config.sha256 for config in configs}
         before = [run for run in plan.preparing if run.is_to_do and run.config.sha256 not in requested]
-        failures += [f"run stage 1 first: {run.path}" for run in before]
+        failures += [f"run stage 1 first: {run.path}." for run in before]
         to_do = [run for wave in plan.waves() for run in wave if run.config.sha256 in requested]
         print_plan(plan, names, failures)
         check_runs(plan, to_do, names, failures, output_dir)
@@ -101,7 +103,7 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
             found.append((name, str(error)))
     if len(found) == len(jobs):
         reasons = dict.fromkeys(reason for _, reason in found)
-        raise ConfigError(f"all {len(jobs)} runs would fail: {'; '.join(reasons)}")
+        raise ConfigError(f"all {len(jobs)} runs would fail: {' '.join(reasons)}")
     for reason, names in by_reason(found).items():
         print(f"dmlbench: {names} will fail: {reason}", file=sys.stderr)
 
@@ -202,7 +204,7 @@ def check_runs(
     else:
         print_time(to_do, _times(plan, to_do, names, inputs.kinds), names)
     if problems:
-        listed = "; ".join(f"{what} ({', '.join(rows)})" if rows else what for what, rows in problems.items())
+        listed = " ".join(f"{what} Affects {', '.join(rows)}." if rows else what for what, rows in problems.items())
         what = (
             f"{count} of {len(to_do)} runs cannot start"
             if count
@@ -239,7 +241,7 @@ def _times(
             times[config.sha256] = RunTime(None, f"{missing[config.sha256]} missing")
             continue
         if kind not in of_kind and len(of_kind) == _MOST_TIMED:
-            times[config.sha256] = RunTime(None, f"a dry run times {_MOST_TIMED} configs")
+            times[config.sha256] = RunTime(None, f"a dry run times at most {_MOST_TIMED} configs")
             continue
         if kind not in of_kind:
             of_kind[kind] = _timed(run, names.get(config.overrides) or config.name)

@@ -89,7 +89,7 @@ def tune(
 
 def _check_texts(function: str, given: Sequence[str], example: str) -> None:
     if wrong := [each for each in given if not isinstance(each, str)]:
-        raise ConfigError(f"{function}: got {wrong[0]!r}, expected texts, as in {example}.")
+        raise ConfigError(f"{function}: got {wrong[0]!r}, expected strings, as in {example}.")
 
 
 def _folder(config_dir: str | os.PathLike[str] | None) -> Path | None:
@@ -143,7 +143,7 @@ def evaluate(
     add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):
         if labels is None or isinstance(labels, str | os.PathLike):
-            raise TypeError("rows in memory need labels in memory: evaluate(rows, labels)")
+            raise TypeError(f"labels: got {labels!r}, expected an array [N], as in evaluate(embeddings, labels).")
         spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))
         return _warned(evaluate_arrays(source, labels, spec=spec))
     cfg = compose("evaluate", [])

@@ -173,7 +173,10 @@ def known_name(name: str | None, folders: Sequence[Path]) -> str:
     known = experiments(folders)
     listed = list(dict.fromkeys([*experiment_rows.paper_tables(folders), *known]))
     if name is None:
-        raise ConfigError("name a table, such as dmlbench reproduce gsp/table2; dmlbench reproduce --list shows all")
+        raise ConfigError(
+            "table is missing: expected a name, such as dmlbench reproduce gsp/table2. List all with "
+            "dmlbench reproduce --list."
+        )
     if name in known:
         return name
     if name in tables():
@@ -186,7 +189,7 @@ def shard_of(shard: str | None) -> tuple[int, int]:
         return 1, 1
     match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", str(shard))
     if match is None or int(match[1]) > int(match[2]):
-        raise ConfigError(f"shard: got {shard}, expected i/n with i from 1 to n, such as 2/4")
+        raise ConfigError(f"shard: got {shard}, expected i/n with i from 1 to n, such as 2/4.")
     return int(match[1]), int(match[2])
 
 
@@ -197,7 +200,7 @@ def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[
     file = experiments(folders)[name]
     reproduce = reproduce_of(file)
     if (told := experiment_rows.instead_of_rows(reproduce)) and not reproduce.get("rows"):
-        raise ConfigError(f"{name} cannot be run: it {told}")
+        raise ConfigError(f"{name} cannot be run: it {told}.")
     labels = None if args.rows is None else list(args.rows)
     coordinates = {key: list(found) for key in ("fold", "repeat") if (found := getattr(args, key))}
     choices, params = _composed(name)
@@ -220,7 +223,10 @@ def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[
         rest = []
         part = sorted(moving(given, choosing=()))
     else:
-        raise ConfigError(f"{name} has no rows by name: narrow its grid, as in pooling=gap (see experiment={name})")
+        raise ConfigError(
+            f"rows: {name} is a grid without row names. Select configs by their values, as in pooling=gap (see "
+            f"experiment={name})."
+        )
     rows = [row if row.blocker else replace(row, overrides=last_of_each([*row.overrides, *rest])) for row in rows]
     if all(row.blocker for row in rows):
         why = "; ".join(dict.fromkeys(f"{row.label}: {row.blocker}" for row in rows))

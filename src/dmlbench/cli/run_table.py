@@ -220,7 +220,7 @@ def run_commands(
     ``dmlbench train`` skips its complete runs; other commands are skipped where their output exists.
     """
     if unknown := [key for key in ("rows", "fold", "repeat", "shard") if getattr(args, key) is not None]:
-        raise ConfigError(f"{unknown[0]}: {name} is made by commands, which do not take it. Leave it out.")
+        raise ConfigError(f"{unknown[0]}: {name} is made by commands without this key. Leave it out.")
     folder = Path(args.paths.output_dir) / "tables" / name
     commands = list(_commands(name, reproduce["commands"], given, config_dir, folder))
     if not commands:
@@ -237,7 +237,7 @@ def run_commands(
             command.output.parent.mkdir(parents=True, exist_ok=True)
         code = subprocess.run([sys.executable, "-m", "dmlbench", *command.arguments], check=False).returncode
         if code:
-            raise RunError(f"{command} ended with exit code {code}. The same command resumes.")
+            raise RunError(f"{command} ended with exit code {code}. Start the same command again to resume.")
     if not args.dry_run and _has_numbers(name):
         _print_comparison(name, commands, given, folder)
 

@@ -95,7 +95,7 @@ def _print_hardest(args: Any, result: "Evaluated") -> None:
     def name(item: int, label: int) -> str:
         return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
 
-    print(f"\nqueries with the lowest {args.hardest_by}, and what is nearest to them")
+    print(f"\nqueries with the lowest {args.hardest_by}, and their nearest images")
     for query in hardest(result, count=args.hardest, metric=args.hardest_by):
         nearest = name(query.nearest_id, query.nearest_label)
         print(f"{query.score:.4f}  {name(query.id, query.label)}  <- {query.distance:.4f} ->  {nearest}")
@@ -135,7 +135,7 @@ def import_(args: Any) -> None:
         print(f"{run_name(coordinates)}: " + ", ".join(f"{s.label} {s.scale * value:.2f}" for s, value in shown))
     for note in found.notes:
         print(f"  {note}")
-    print(f"written: {found.config}; `dmlbench aggregate` and `dmlbench table` take it as any other config")
+    print(f"written: {found.config}; `dmlbench aggregate` and `dmlbench table` treat it like any other config")
 
 
 def aggregate(args: Any) -> None:
@@ -149,7 +149,7 @@ def aggregate(args: Any) -> None:
     configs = without_trials(runs_by_config(find_runs(args.paths.output_dir, args.configs)), args.configs)
     if not configs:
         raise RunError(
-            f"no run under {args.paths.output_dir} matches '{args.configs}'; `dmlbench status` lists the runs"
+            f"no run under {args.paths.output_dir} matches '{args.configs}'. List the runs with `dmlbench status`."
         )
     how = {"allow_partial": args.allow_partial, "force": args.force, "progress": sys.stderr.isatty()}
     incomplete, failures = [], []
@@ -175,9 +175,9 @@ def aggregate(args: Any) -> None:
         print(f"  {problem}")
     if failures:
         count = f"{len(failures)} of {len(configs)} configs cannot be aggregated"
-        raise type(failures[0])(f"{count}: " + "; ".join(map(str, failures)))
+        raise type(failures[0])(f"{count}: " + " ".join(map(str, failures)))
     if not done:
-        raise RunError("no config is complete: " + "; ".join(map(str, incomplete)))
+        raise RunError("no config is complete: " + " ".join(map(str, incomplete)))
 
 
 def table(args: Any) -> None:
@@ -239,7 +239,7 @@ def report(args: Any) -> None:
         print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
         return
     if args.output is not None and len(grouped) > 1:
-        raise ConfigError(f"output names one picture, and there are {len(grouped)} tables; narrow configs= to one")
+        raise ConfigError(f"output: got one file for {len(grouped)} tables, expected one table. Narrow configs=.")
     for (dataset, protocol), configs in grouped.items():
         path = Path(args.output or folder / f"{dataset}-{protocol}.png")
         draw_report(configs, path, title=table_title(dataset, protocol), metrics=asked_columns(spec), **shown)
@@ -248,7 +248,7 @@ def report(args: Any) -> None:
 
 def explain(args: Any) -> None:
     if not args.run:
-        raise ConfigError("say which run: run=<run directory>, or run=[<one>,<another>] side by side")
+        raise ConfigError("run is missing: expected run=<run directory>, or run=[<one>,<another>] side by side.")
     check_at_least(1, num_images=args.num_images)
     runs = [Path(str(run)) for run in listed(args.run)]
     _check_suffix(args.output, ".png")
@@ -267,7 +267,8 @@ def _explain_pair(args: Any, runs: list[Path]) -> None:
     from dmlbench.apps.explain_pair import explain_pair, write_pair
 
     if len(runs) > 1 or args.images is not None:
-        raise ConfigError("pair explains the distance of two images by one run: give one run, and no images")
+        given = counted(len(runs), "run") + " and images=" * (args.images is not None)
+        raise ConfigError(f"pair: got {given}, expected one run and no images=.")
     pair = listed(args.pair)
     names = [re.sub(r"[^\w.+-]+", "-", str(image) if isinstance(image, int) else Path(image).stem) for image in pair]
     path = Path(args.output or runs[0] / f"{'_'.join(['explain', *names])}.png")
@@ -279,7 +280,7 @@ def _explain_pair(args: Any, runs: list[Path]) -> None:
 
 def _check_suffix(output: str | None, suffix: str) -> None:
     if output is not None and Path(output).suffix != suffix:
-        raise ConfigError(f"output ({output}) must end in {suffix}")
+        raise ConfigError(f"output: got {output}, expected a {suffix} file.")
 
 
 def status(args: Any) -> None:
@@ -332,16 +333,18 @@ def clean(args: Any) -> None:
     from dmlbench.results.store import find_runs, remove_run, states_of
 
     if args.configs is None:
-        raise ConfigError("say which runs: configs=<pattern>, '**' for all; `dmlbench status` lists what there is")
+        raise ConfigError(
+            "configs is missing: expected configs=<pattern>, '**' for all. List the runs with `dmlbench status`."
+        )
     wanted = states_of(args.state, ("done", "failed", "interrupted"))
     states = {run: run.state for run in find_runs(args.paths.output_dir, args.configs)}
     linked = [run for run in states if any(folder.is_symlink() for folder in list(run.path.parents)[:3])]
     chosen = [run for run, state in states.items() if state in wanted and run not in linked]
     for run, state in states.items():
         if run in linked:
-            print(f"left alone, behind a link: {run.path}")
+            print(f"skipped, behind a symbolic link: {run.path}")
         elif state == "running":
-            print(f"left alone, running: {run.path}")
+            print(f"skipped, running: {run.path}")
     if not chosen:
         print(f"nothing under {args.paths.output_dir} matches '{args.configs}' in state {' or '.join(wanted)}")
         return
@@ -349,7 +352,7 @@ def clean(args: Any) -> None:
         print(f"{states[run]:<11} {run.path}")
     if args.ask:
         if not sys.stdin.isatty():
-            raise RunError(f"{counted(len(chosen), 'matching run')}; nothing was removed: confirm with ask=false")
+            raise RunError(f"nothing was removed: {counted(len(chosen), 'run')} to confirm. Set ask=false to confirm.")
         if input(f"remove {counted(len(chosen), 'run')}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return
@@ -359,8 +362,7 @@ def clean(args: Any) -> None:
 
 
 def oodml(line: CommandLine) -> None:
-    unknown = f"say what to do: dmlbench oodml {'|'.join(OODML)}; '{{}}' is none of these"
-    chosen = sub_command(line, OODML, usage="oodml WORD", unknown=unknown)
+    chosen = sub_command(line, OODML, usage="oodml WORD", unknown="dmlbench oodml: got '{}', expected a subcommand")
     if chosen is not None:
         run_command(f"oodml_{chosen[0]}", functools.partial(_run_oodml, chosen[0]), chosen[1])
 
@@ -372,7 +374,9 @@ def _run_oodml(word: str, args: Any) -> None:
 
 
 def study(line: CommandLine) -> None:
-    chosen = sub_command(line, STUDIES, usage="study NAME", unknown="say which: dmlbench study NAME; '{}' is no study")
+    chosen = sub_command(
+        line, STUDIES, usage="study NAME", unknown="dmlbench study: got '{}', expected the name of a study"
+    )
     if chosen is None:
         return
     name, rest = chosen

@@ -24,7 +24,7 @@ def main(line: CommandLine) -> None:
         print(_USAGE)
         return
     if len(line.words) != 2 or line.words[0] != "check":
-        raise ConfigError(f"say what to check: dmlbench submit check FOLDER; got '{' '.join(line.words)}'")
+        raise ConfigError(f"dmlbench submit: got '{' '.join(line.words)}', expected check FOLDER.")
     from dmlbench.apps.submission import check_submission, read_submission
 
     folder = Path(line.words[1])
@@ -41,7 +41,8 @@ def main(line: CommandLine) -> None:
         for note in checked.imported.notes:
             print(f"  {note}")
         print(
-            f"written: {checked.imported.config}; `dmlbench aggregate` and `dmlbench table` take it as any other config"
+            f"written: {checked.imported.config}; `dmlbench aggregate` and `dmlbench table` treat it like any other "
+            "config"
         )
 
     overrides = (f"dataset={submission.dataset}", f"protocol={submission.protocol}", *line.overrides)

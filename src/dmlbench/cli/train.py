@@ -87,7 +87,9 @@ def settle_choices(cfg: DictConfig, hydra: Any) -> None:
         choices["backbone"] = str(cfg.backbone.name)
     if (processes := num_launched()) > 1:
         if cfg.fit.processes not in (1, processes):
-            raise ConfigError(f"fit.processes: got {cfg.fit.processes}, expected {processes}, as torchrun started.")
+            raise ConfigError(
+                f"fit.processes: got {cfg.fit.processes}, expected {processes}, the number that torchrun started."
+            )
         OmegaConf.update(cfg, "fit.processes", processes)
     OmegaConf.update(cfg, "runtime.choices", choices, force_add=True)
     OmegaConf.update(cfg, "runtime.given", [key_of(override) for override in given])
@@ -111,7 +113,7 @@ def print_value_sources(line: CommandLine) -> None:
     if recipe:
         print(f"\nrecipe={recipe.name} recipe.side={recipe.side}")
         for key, value in recipe.overridden.items():
-            print(f"  replaced: {key}, which it has as {value} ({recipe.places[key]})")
+            print(f"  replaced: {key}, {value} in the recipe ({recipe.places[key]})")
         for text in recipe.deviations:
             print(f"  deviates: {text}")
 

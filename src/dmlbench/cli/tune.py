@@ -103,12 +103,12 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
 
     name = table.reproduce.get("search")
     if name is None:
-        raise ConfigError(f"tune: got true, but {table.name} names no search. Tune a config by dmlbench tune.")
+        raise ConfigError(f"tune: got true, but {table.name} defines no search. Use `dmlbench tune` instead.")
     results = Path(args.paths.output_dir) / "tuning" / name
     folder = config_dir or results
     path = folder / "recipe" / f"{name}.yaml"
     if path.is_file() and WRITTEN not in path.read_text(encoding="utf-8"):
-        raise ConfigError(f"{path}: got a recipe written by hand, which tune=true would replace. Rename it.")
+        raise ConfigError(f"{path}: tune=true would overwrite this recipe written by hand. Rename the file.")
     known = recipe_of(config_folders(folder), name)
     searches: dict[str, Search] = {}
     covered: dict[str, dict[str, str]] = {}
@@ -164,7 +164,7 @@ def _end_of(key: str, search: "Search") -> "list[Outcome]":
     from dmlbench.tuning.search import ended
 
     if (found := ended(search)) is None:
-        log.info("waiting for the search %s of another shard; start that shard if it does not run", key)
+        log.info("waiting for search %s of another shard. Start that shard if it is not running.", key)
     while found is None:
         time.sleep(_WAIT_S)
         found = ended(search)
@@ -181,10 +181,10 @@ def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | Non
     if best.state != "complete":
         if any(outcome.state == "running" for outcome in found):
             return table, []  # whoever has them writes the recipe
-        raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])})")
+        raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])}).")
     path, use = _write_recipe(search, best, config_dir)
     command = f"dmlbench train --config-dir {quote(str(search.folder))} recipe={search.name} {' '.join(use)}"
-    return table, [*(f"written: {each}" for each in [*written, path]), "", f"to train by it: {command}"]
+    return table, [*(f"written: {each}" for each in [*written, path]), "", f"to train with it: {command}"]
 
 
 def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
@@ -205,7 +205,9 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     searched = {dimension.key for dimension in space}
     for override in (*given, *(each for run in runs for each in run)):
         if (key := key_of(override).strip()) in searched:
-            raise ConfigError(f"{override}: {key} is searched. Leave this out, or take {key} out of space.")
+            raise ConfigError(
+                f"{override}: {key} is in the search space. Leave {key} out here, or remove it from space."
+            )
     trials = min(args.trials, len(grid(space))) if args.method == "grid" else args.trials
     return Search(
         name=args.name, folder=output_dir / "tuning" / args.name, output_dir=output_dir,
@@ -229,7 +231,7 @@ def _write_recipe(search: "Search", best: "Outcome", config_dir: Path | None) ->
         made = settings(ComposedRun(composed_run([*in_train([*asked, f"recipe={search.name}"]), *searching])))
     if lost := [key for key in {**winner, **made} if winner.get(key, "absent") != made.get(key, "absent")]:
         raise RunError(
-            f"{path} cannot hold all settings of the best trial ({', '.join(lost)}). Give these on the command line "
-            "beside the recipe."
+            f"{path} cannot store all settings of the best trial: {', '.join(lost)}. Set these on the command line in "
+            "addition to the recipe."
         )
     return path, [each for each in asked if not each.startswith("protocol")]

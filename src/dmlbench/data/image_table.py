@@ -44,7 +44,7 @@ class Listing:
     notes: tuple[str, ...] = ()
     name: str = ""
     layout: str = ""
-    remedy: str = "get the original lists"
+    remedy: str = "Get the original lists"
     pixels: NDArray[np.uint8] | None = None
     digest: str = ""
 
@@ -96,7 +96,7 @@ def table_of(
     parts = {"paths": paths, "labels": labels, "role": role, "super_labels": super_labels, "pixels": listing.pixels}
     lengths = {what: len(part) for what, part in parts.items() if part is not None}
     if len(set(lengths.values())) > 1:
-        raise DataError(f"data set '{name}' has parts of different lengths: {lengths}; each needs one entry an image")
+        raise DataError(f"data set '{name}': got different lengths, {lengths}, expected one entry per image in each.")
     notes: tuple[str, ...] = ()
     if published is not None:
         found = dict.fromkeys(published.by_role, (0, 0)) | counts_by_role(labels, role)
@@ -109,32 +109,35 @@ def table_of(
             other = f"other counts than published: {Published(found)}"
             notes = published.subset_note(len(labels)) or (other,)
     if len(paths) == 0:
-        raise DataError(f"data set '{name}' has no images; check its folder '{place}'")
+        raise DataError(f"data set '{name}' has no images. Check its folder '{place}'.")
     if labels.min() < 0 or labels.max() >= len(names):
         raise DataError(
-            f"data set '{name}' has labels in [{labels.min()}, {labels.max()}] but {len(names)} class names; "
-            f"labels must lie in [0, {len(names)})"
+            f"data set '{name}': got labels from {labels.min()} to {labels.max()}, expected 0 to {len(names) - 1} for "
+            f"its {len(names)} class names."
         )
     present = np.unique(labels)
     class_names = tuple(names[c] for c in present)
     if len(set(class_names)) < len(class_names):
-        raise DataError(f"data set '{name}' has two classes of one name among its {len(class_names)}; rename one")
+        raise DataError(
+            f"data set '{name}': got two classes of the same name among {len(class_names)}, expected unique names. "
+            "Rename one."
+        )
     for unknown in sorted(set(role.tolist()) - set(ROLES)):
-        raise DataError(f"data set '{name}' has the unknown role '{unknown}'; {closest(unknown, ROLES)}")
+        raise DataError(f"data set '{name}' has the unknown role '{unknown}': {closest(unknown, ROLES)}")
     unique, counts = np.unique(paths, return_counts=True)
     if len(unique) < len(paths):
-        raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}; list each once")
+        raise DataError(f"data set '{name}' lists images twice: {shorten(unique[counts > 1])}. List each once.")
     if shared := np.intersect1d(labels[role == "train"], labels[role != "train"]).tolist():
         raise DataError(
-            f"data set '{name}' has {counted(len(shared), 'class')} both to train and to test on: "
-            f"{shorten([names[c] for c in shared])}; metric learning tests on unseen classes: {listing.remedy}"
+            f"data set '{name}': got {counted(len(shared), 'class')} in both the train and the test half "
+            f"({shorten([names[c] for c in shared])}), expected none. {listing.remedy}."
         )
     order = np.arange(len(labels))
     content: IntArray | str = listing.digest
     if not listing.digest:
         if outside := [path for path in paths.tolist() if leaves_root(path)]:
             raise DataError(
-                f"data set '{name}' lists images outside of '{place}': {shorten(outside)}; give paths below that folder"
+                f"data set '{name}' lists images outside of '{place}': {shorten(outside)}. Use paths in that folder."
             )
         order = np.argsort(paths)
         content = file_contents(listing.root, paths[order], name=name)
@@ -212,7 +215,7 @@ def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, 
                 contents[row] += zlib.crc32(Path(folder + path).read_bytes()) << 31
             except OSError as error:
                 raise DataError(
-                    f"image '{path}' of '{name}' cannot be read ({error.strerror}); make it readable"
+                    f"image '{path}' of '{name}' cannot be read ({error.strerror}). Make it readable."
                 ) from error
     if missing:
         raise DataError(

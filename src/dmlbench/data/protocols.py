@@ -114,7 +114,7 @@ class MlrcMusgrave(Mlrc):
     def _split(self, table: ImageTable, fold: int) -> Split:
         if np.isin(table.role, ("query", "gallery")).any():
             raise ConfigError(
-                f"protocol '{self.name}' cannot split the query and gallery sets of '{table.name}'; use protocol=mlrc"
+                f"protocol '{self.name}' cannot split the query and gallery sets of '{table.name}'. Use protocol=mlrc."
             )
         half = table.num_classes // 2
         _check_enough(table, half, at_least=self.num_folds)
@@ -157,7 +157,7 @@ class Hpo(Protocol):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.held_out_part < self.num_parts:
-            raise ConfigError(f"held_out_part ({self.held_out_part}) must lie in [0, {self.num_parts - 1}]")
+            raise ConfigError(f"held_out_part: got {self.held_out_part}, expected 0 to {self.num_parts - 1}.")
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         parts = _without_part(table, self.num_parts, self.held_out_part)
@@ -200,7 +200,7 @@ class TwoStage(Protocol):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stage not in (1, 2):
-            raise ConfigError(f"stage ({self.stage}) of protocol '{self.name}' must be 1 or 2")
+            raise ConfigError(f"stage of protocol '{self.name}': got {self.stage}, expected 1 or 2.")
 
     @property
     def aggregation(self) -> str:
@@ -234,21 +234,22 @@ def check_split(split: Split, table: ImageTable) -> Split:
         sets["test"] = split.test.rows
     for what, rows in sets.items():
         if len(rows) == 0:
-            raise DataError(f"the {what} set of {split.name} is empty; the data set '{table.name}' is too small for it")
+            raise DataError(
+                f"the {what} set of {split.name} is empty. Data set '{table.name}' is too small for this protocol."
+            )
         if len(np.unique(rows)) < len(rows):
-            raise DataError(f"the {what} set of {split.name} names a row twice")
+            raise DataError(f"the {what} set of {split.name} has a row twice, expected each once.")
     for first, second in combinations(sets, 2):
         shared = np.intersect1d(table.labels[sets[first]], table.labels[sets[second]])
         if len(shared) and not (split.val_is_test and first == "validation"):
             raise DataError(
                 f"the {first} and {second} sets of {split.name} share {len(shared)} classes, such as "
-                f"'{table.class_names[shared[0]]}'; metric learning tests on unseen classes"
+                f"'{table.class_names[shared[0]]}', expected none."
             )
     for what, retrieval in (("validation", split.val), ("test", split.test)):
         if retrieval is not None and not _has_positive(retrieval, table.labels):
             raise DataError(
-                f"no query in the {what} set of {split.name} has another image of its class to find; "
-                "give classes at least two images"
+                f"no query in the {what} set of {split.name} has a positive. Use classes of at least two images."
             )
     return split
 
@@ -286,17 +287,21 @@ def _train_rows(table: ImageTable, classes: IntArray) -> IntArray:
 def _test_set(table: ImageTable) -> RetrievalSet:
     query, gallery, test = (np.flatnonzero(table.role == role) for role in ("query", "gallery", "test"))
     if len(test) and len(query) + len(gallery):
-        raise DataError(f"'{table.name}' mixes the roles test and query/gallery; use one or the other")
+        raise DataError(
+            f"data set '{table.name}' has both the role test and the roles query or gallery. Use one or the other."
+        )
     if len(query) + len(gallery) == 0:
         return RetrievalSet(test)
     if len(query) == 0 or len(gallery) == 0:
-        raise DataError(f"'{table.name}' has {len(query)} query and {len(gallery)} gallery images; it needs both")
+        raise DataError(
+            f"data set '{table.name}': got {len(query)} query and {len(gallery)} gallery images, expected both."
+        )
     return RetrievalSet(query, gallery)
 
 
 def _check_enough(table: ImageTable, count: int, *, at_least: int) -> None:
     if count < at_least:
-        raise DataError(f"'{table.name}' has {count} train classes, expected {at_least} or more")
+        raise DataError(f"data set '{table.name}': got {count} train classes, expected {at_least} or more.")
 
 
 def class_index(table: ImageTable, rows: Sequence[int] | IntArray) -> IntArray:

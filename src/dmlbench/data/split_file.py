@@ -34,7 +34,7 @@ from dmlbench.types import (
 
 FORMAT = "dmlbench oodml splits 1"
 SELECTIONS = ("official_test", "val")
-_REMEDY = "make one with `dmlbench oodml splits`, or name one of the study's pickles"
+_REMEDY = "Make a split file with `dmlbench oodml splits`, or use one of the study's pickles."
 
 
 class GivenSplit(Schema):
@@ -79,13 +79,13 @@ class SplitFile(Schema):
     def _differ_in_name(cls, splits: tuple[GivenSplit, ...]) -> tuple[GivenSplit, ...]:
         names = [split.name for split in splits]
         if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            raise ValueError(f"names that differ; two splits are called {twice[0]!r}")
+            raise ValueError(f"unique names, not two splits named {twice[0]!r}")
         return splits
 
     def require_of(self, table: ImageTable, path: str | Path) -> None:
         """Raise ``DataError`` if the splits of the file at ``path`` were made of another data set."""
         if self.dataset not in ("", table.name):
-            raise DataError(f"the splits of {path} are of '{self.dataset}', not of '{table.name}'")
+            raise DataError(f"{path}: got splits of '{self.dataset}', expected splits of '{table.name}'.")
 
     def measured_on(self, table: ImageTable) -> str:
         """How the distances were measured, and whether on other images than those of ``table``."""
@@ -97,7 +97,7 @@ def read_splits(path: str | Path) -> SplitFile:
     """Read a file of splits."""
     path = Path(path).expanduser()
     if not path.is_file():
-        raise DataError(f"there is no file of splits at {path}; {_REMEDY}")
+        raise DataError(f"split file {path} is missing. {_REMEDY}")
     stamp = path.stat()
     return _read(path.resolve(), stamp.st_mtime_ns, stamp.st_size)
 
@@ -115,7 +115,7 @@ def _read(path: Path, changed: int, size: int) -> SplitFile:
             found = {"format": FORMAT, "dataset": "", "measured_by": measured_by, "splits": splits}
         file = validated(found, SplitFile)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"'{path}' is no file of splits, or damaged ({error}); {_REMEDY}") from error
+        raise DataError(f"'{path}' is not a split file, or is damaged ({error}). {_REMEDY}") from error
     return file.model_copy(update={"sha256": hashlib.sha256(content).hexdigest()})
 
 
@@ -141,12 +141,12 @@ def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
             listed = shorten([f"'{name}'" for name in unknown])
             raise DataError(
                 f"split {split.name} names {len(unknown)} classes that '{table.name}' does not have: {listed} "
-                f"('{unknown[0]}': {closest(unknown[0], table.class_names)}); take the splits of this data set"
+                f"('{unknown[0]}': {closest(unknown[0], table.class_names)}) Use splits of this data set."
             )
         rows[key] = rows_of_classes(table, np.array(sorted(set(found)), dtype=np.int64))
     if len(shared := np.intersect1d(rows["train"], rows["test"])):
         name = table.class_names[table.labels[shared[0]]]
-        raise DataError(f"the halves of split {split.name} share classes, such as '{name}'; {_REMEDY}")
+        raise DataError(f"the halves of split {split.name} share classes, such as '{name}'. {_REMEDY}")
     return rows
 
 
@@ -197,8 +197,8 @@ class Oodml(Protocol):
         file = read_splits(self.splits)
         if self.splits_sha256 not in (None, file.sha256):
             raise ConfigError(
-                f"{self.splits} has changed: its SHA-256 begins with {file.sha256[:12]}, asked for is "
-                f"{str(self.splits_sha256)[:12]}; put the former file there"
+                f"{self.splits} has changed: got SHA-256 {file.sha256[:12]}..., expected "
+                f"{str(self.splits_sha256)[:12]}... Restore the former file."
             )
         return file
 
@@ -219,7 +219,7 @@ class Oodml(Protocol):
             return Split(name, fold, train=rows["train"], val=test, test=test, val_is_test=True, facts=facts)
         if not given.validation:
             raise ConfigError(
-                f"split {given.name} of {self.splits} has no validation classes; use select_on=official_test"
+                f"split {given.name} of {self.splits} has no validation classes. Use select_on=official_test."
             )
         return Split(name, fold, train=rows["fitted"], val=RetrievalSet(rows["validation"]), test=test, facts=facts)
 

@@ -145,7 +145,7 @@ def evaluate_arrays(
     if gallery_rows is not None and gallery_labels is not None:
         gallery = gallery_rows, gallery_labels, gallery_ids
     elif any(part is not None for part in (gallery_rows, gallery_labels, gallery_ids)):
-        raise RunError("a gallery needs both rows and labels; give gallery_rows and gallery_labels")
+        raise RunError("a gallery needs rows and labels. Give both gallery_rows and gallery_labels.")
     return evaluate(*sets_of_arrays((rows, labels, ids), gallery), spec)
 
 
@@ -155,11 +155,11 @@ def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> N
     asked = [score.name for score in spec.scores if not score.metric.is_of_queries]
     if asked:
         raise ConfigError(
-            f"{', '.join(asked)} compare unit vectors, which {name} does not; leave them out of evaluation.metrics"
+            f"evaluation.metrics: got {', '.join(asked)}, but {name} does not compare unit vectors. Leave them out."
         )
     if spec.back_end == "faiss" and spec.shortlist is None and not isinstance(distance, Reranker):
         raise ConfigError(
-            f"back_end=faiss searches among unit vectors, which {name} does not compare; set evaluation.back_end=auto"
+            f"evaluation.back_end: got faiss, but {name} does not compare unit vectors. Set evaluation.back_end=auto."
         )
 
 
@@ -230,10 +230,10 @@ class HardQuery:
 def check_hardest(count: int, metric: str, known: Sequence[str]) -> None:
     """Raises ConfigError unless ``count`` is at least 1 and ``metric`` is in ``known``."""
     if count < 1:
-        raise ConfigError(f"hardest ({count}) must be at least 1")
+        raise ConfigError(f"hardest: got {count}, expected at least 1.")
     if metric not in known:
-        hint = closest(metric, known) if known else "it has none; add map_at_r to evaluation.metrics"
-        raise ConfigError(f"'{metric}' is no score of single queries in this evaluation: {hint}")
+        hint = closest(metric, known) if known else "this evaluation has none. Add map_at_r to evaluation.metrics."
+        raise ConfigError(f"'{metric}' is not a score of single queries: {hint}")
 
 
 def hardest_queries(

@@ -64,15 +64,15 @@ def relevance_of(queries: EmbeddingSet, gallery: EmbeddingSet, scores: Sequence[
     if len(differs):
         first = differs[0]
         raise RunError(
-            f"row id {ids_of(queries)[first]} has label {query_labels[first]} as a query and "
-            f"{gallery_labels[own[first]]} in the gallery; embed both from one table"
+            f"row id {ids_of(queries)[first]}: got label {query_labels[first]} as a query and "
+            f"{gallery_labels[own[first]]} in the gallery, expected the same. Embed both from one table."
         )
     positives = positives_per_query(query_labels, gallery_labels, own)
     valid = np.flatnonzero(positives > 0)
     if len(valid) == 0:
         raise RunError(
             f"none of the {len(queries)} queries has another item of its class among the {len(gallery)} gallery "
-            "items; a score needs classes with at least two images"
+            "items. Scores need classes with at least two images."
         )
     k = depth(positives, len(gallery), scores)
     return Relevance(query_labels, gallery_labels, own, positives, valid, k)

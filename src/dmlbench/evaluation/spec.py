@@ -58,11 +58,11 @@ class EvaluationSpec:
         check_tile_bytes(self.tile_bytes)
         _ = self.kmeans_settings  # checks them
         if self.shortlist is not None and self.shortlist < 1:
-            raise ConfigError(f"shortlist ({self.shortlist}) must be at least 1, or null for the whole gallery")
+            raise ConfigError(f"shortlist: got {self.shortlist}, expected at least 1, or null for the whole gallery.")
         if self.shortlist is not None and "map" in self.metrics:
             raise ConfigError(
-                f"map needs the whole ranking, and shortlist ({self.shortlist}) gives the first places only; "
-                "leave map out of evaluation.metrics, or set evaluation.shortlist=null"
+                f"shortlist: got {self.shortlist}, but map needs the whole ranking. Leave map out of "
+                "evaluation.metrics, or set evaluation.shortlist=null."
             )
 
     def device_for(self, rows: Tensor) -> torch.device:

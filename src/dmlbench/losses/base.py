@@ -37,7 +37,7 @@ class WholeBatchLoss(nn.Module, ABC):
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: tuple[Tensor, ...] | None = None) -> Tensor:
         if indices_tuple is not None:
-            raise ConfigError(f"{type(self).__name__} compares the whole batch and takes no pairs; set miner=null")
+            raise ConfigError(f"{type(self).__name__} compares the whole batch and takes no pairs. Set miner=null.")
         return self.of_batch(embeddings, labels)
 
     @abstractmethod

@@ -88,8 +88,8 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     classes, counts = known.unique(return_counts=True)
     if len(classes) < 2 or counts.max() < 2:
         raise ConfigError(
-            f"triplets: got a batch of {len(classes)} classes of at most {int(counts.max())} images, expected 2 of 2. "
-            "Raise sampler.images_per_class or sampler.classes_per_batch."
+            f"triplets: got {len(classes)} classes with at most {int(counts.max())} images each in a batch, expected "
+            "at least 2 and 2. Raise sampler.images_per_class or sampler.classes_per_batch."
         )
     if kind == "within_class":
         chosen = classes[torch.randint(len(classes), (len(known),))]
@@ -103,7 +103,9 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     negative = drawn_by_distance(rows.detach(), different)
     if kind == "across_classes":
         if len(classes) < 3:
-            raise ConfigError("shared=across_classes: got 2 classes, expected 3. Raise sampler.classes_per_batch.")
+            raise ConfigError(
+                "shared=across_classes: got 2 classes in a batch, expected at least 3. Raise sampler.classes_per_batch."
+            )
         labels = to_device(labels, device)
         third = different & (labels != labels[negative][:, None])
         return torch.arange(len(known), device=device), drawn_evenly(third), negative

@@ -165,6 +165,7 @@ def checked_weights(level_weights: Sequence[float], final_weight: float, distanc
         )
     if min(*weights, final_weight) < 0 or not any(weights):
         raise ConfigError(
-            f"level_weights, final_weight: got {weights} and {final_weight}, expected at least 0 and a positive level."
+            f"level_weights, final_weight: got {weights} and {final_weight}, expected at least 0 and one positive "
+            "level weight."
         )
     return weights

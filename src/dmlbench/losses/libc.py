@@ -48,7 +48,7 @@ class Libc(WholeBatchLoss):
         check_positive(temperature=temperature)
         check_at_least(0, backbone_weight=backbone_weight, refined_weight=refined_weight)
         if not backbone_weight + refined_weight:
-            raise ConfigError("backbone_weight and refined_weight: got 0 twice, expected one above 0.")
+            raise ConfigError("backbone_weight, refined_weight: got 0 for both, expected one above 0.")
         if embedding_size % num_heads:
             raise ConfigError(f"num_heads: got {num_heads}, expected a divisor of the embedding size {embedding_size}.")
         self.num_classes = num_classes
@@ -81,7 +81,7 @@ class Libc(WholeBatchLoss):
     def _refined(self, embeddings: Tensor) -> Tensor:
         """[B, D], or [B, L D] of all layers."""
         if embeddings.shape[0] < 2:
-            raise ConfigError("LIBC normalizes over the batch, which has 1 image; take batches of at least 2")
+            raise ConfigError("LIBC: got a batch of 1 image, expected at least 2 for batch norm. Raise the batch size.")
         hidden = [self.enter(normalize(embeddings))]
         # Plain products: a fused kernel's gradients may add up in another order each time.
         with sdpa_kernel(SDPBackend.MATH):

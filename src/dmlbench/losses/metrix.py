@@ -68,15 +68,21 @@ class Metrix(SeededDraws):
         check_at_least(1, pairs=len(pairs), num_hard_negatives=1 if num_hard_negatives is None else num_hard_negatives)
         if type(loss) not in _OF_MIXTURES:
             raise ConfigError(
-                f"{type(loss).__name__} has no mixed labels here. Set loss@loss.loss=contrastive, multi_similarity or "
+                f"Metrix does not support {type(loss).__name__}. Set loss@loss.loss=contrastive, multi_similarity or "
                 "proxy_anchor."
             )
         if not isinstance(loss, ProxyAnchor):
             _of_cosines(loss.distance, torch.zeros(()))
             if any(isinstance(module, PerAnchorReducer) for module in loss.modules()):
-                raise ConfigError("PerAnchorReducer keeps one value of a pair, which has several mixtures.")
+                raise ConfigError(
+                    "Metrix does not support PerAnchorReducer, which keeps one value per pair: a pair has several "
+                    "mixtures. Choose another reducer."
+                )
         if variant == "official" and not isinstance(loss, ContrastiveLoss):
-            raise ConfigError("variant=official mixes as public code of the contrastive loss; set variant=paper")
+            raise ConfigError(
+                f"loss.variant: got official with {type(loss).__name__}, expected ContrastiveLoss. Set "
+                "loss.variant=paper."
+            )
         self.loss = loss
         self.weight = weight
         self.alpha = alpha
@@ -103,7 +109,7 @@ class Metrix(SeededDraws):
     ) -> Tensor:
         """The loss of mixtures, without its weight; ``share`` is lambda."""
         if indices_tuple is not None and self.variant == "official":
-            raise ConfigError("variant=official mixes all pairs of the contrastive loss; set miner=null")
+            raise ConfigError("loss.variant: got official with a miner, but it mixes all pairs. Set miner=null.")
         on_cpu = labels.cpu().numpy()
         labels = to_device(labels, embeddings.device)
         unit = normalize(embeddings)
@@ -159,14 +165,14 @@ Batch = tuple[Tensor, Tensor]  # embeddings and labels, for reducers
 
 
 def _of_cosines(distance: BaseDistance, s: Tensor) -> Tensor:
-    """What a distance of unit vectors makes of their cosines."""
+    """The distance of unit vectors, computed from their cosines ``s``."""
     if type(distance) is CosineSimilarity:
         return s if distance.power == 1 else s**distance.power
     if type(distance) is LpDistance and distance.normalize_embeddings and distance.p == 2:
         return (2 - 2 * s).clamp(min=_LEAST) ** (distance.power / 2)
     raise ConfigError(
-        f"distance of the wrapped loss: got {type(distance).__name__}, expected one of cosines: CosineSimilarity, or "
-        "LpDistance with normalize_embeddings=true and p=2."
+        f"distance of the wrapped loss: got {type(distance).__name__}, expected CosineSimilarity, or LpDistance with "
+        "normalize_embeddings=true and p=2."
     )
 
 

@@ -123,7 +123,7 @@ class SwitchedNegatives(nn.Module):
         batch_labels = BatchLabels.of(labels, embeddings.device)
         mined = self.miner(embeddings, batch_labels.wanted_by(self.miner))
         if len(mined) != 3:
-            raise ConfigError(f"{type(self.miner).__name__} gives pairs, expected triplets. Use DistanceWeighted.")
+            raise ConfigError(f"{type(self.miner).__name__} returns pairs, expected triplets. Use DistanceWeighted.")
         anchor, positive, negative = mined
         if not len(anchor):
             return mined

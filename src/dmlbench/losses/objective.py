@@ -47,16 +47,18 @@ class Objective(nn.Module):
             if not isinstance(module, Regularizer):
                 raise ConfigError(f"regularizer.{name}: got a {type(module).__name__}, expected a Regularizer.")
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
-                raise ConfigError(f"regularizer: got the name '{name}', expected another one.")
+                raise ConfigError(
+                    f"regularizer: got the name '{name}', expected a Python identifier that is not reserved. Rename it."
+                )
         plain = plain_loss(loss)
         _check_signature(plain)
         if miner is not None and compares_with_classes(plain):
-            raise ConfigError(f"{type(plain).__name__} compares images with vectors of classes; set miner=null")
+            raise ConfigError(f"{type(plain).__name__} compares images with class vectors, not pairs. Set miner=null.")
         looks_pairs_up_in_a_matrix = isinstance(plain, GenericPairLoss) and plain.loss_method == plain.mat_based_loss
         if isinstance(miner, SwitchedNegatives) and looks_pairs_up_in_a_matrix:
             raise ConfigError(
-                f"{type(plain).__name__} cannot take a pair of one class as negative, as {type(miner).__name__} makes. "
-                "Use a loss of triplets, such as margin_oodml, or another miner."
+                f"{type(plain).__name__} does not support negative pairs within a class, which {type(miner).__name__} "
+                "returns. Use a triplet loss, such as margin_oodml, or another miner."
             )
         self.loss = loss
         self.miner = miner
@@ -65,12 +67,12 @@ class Objective(nn.Module):
         total = sum(regularizer.weight for regularizer in regularizers.values())
         if mixing == "convex" and total >= 1:
             raise ConfigError(
-                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower them or set "
+                f"regularizers' weights: got a sum of {total:g}, expected below 1. Lower the weights or set "
                 "regularizer.mixing=add."
             )
         momenta = {r.key_momentum for r in regularizers.values() if r.key_momentum is not None}
         if len(momenta) > 1:
-            raise ConfigError(f"key_momentum: got {sorted(momenta)}, expected one momentum of all regularizers.")
+            raise ConfigError(f"key_momentum: got {sorted(momenta)}, expected one value for all regularizers.")
         self.key_momentum = next(iter(momenta), None)
         self._active: set[str] = set()
 
@@ -106,7 +108,7 @@ class Objective(nn.Module):
                 extra.append(regularizer.weight * parts[name])
                 share -= regularizer.weight if self.mixing == "convex" else 0.0
         for name in sorted(parts.keys() - {"dml", *self._active}):
-            logger.info("step %d: the regularizer '%s' takes part from here on", step, name)
+            logger.info("step %d: regularizer '%s' is now active", step, name)
         self._active = {*parts}
         return {"loss": share * dml + sum(extra) if extra else dml, **parts}
 
@@ -126,7 +128,8 @@ class Objective(nn.Module):
         for key, number in known.items():
             if number is not None and (low < 0 or high >= number):
                 raise ConfigError(
-                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set ${{runtime.num_classes}}."
+                    f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set it to "
+                    "${runtime.num_classes}."
                 )
 
 
@@ -141,7 +144,7 @@ def _check_signature(loss: nn.Module) -> None:
 
 
 def _not_a_loss(name: str, value: Any) -> str:
-    """Why nothing can be trained by what a loss returned."""
+    """Return the error message for a loss that does not return a scalar with a gradient."""
     if not isinstance(value, Tensor):
         return f"{name}: returned {type(value).__name__}, expected a scalar tensor."
     if value.dim():

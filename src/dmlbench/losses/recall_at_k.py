@@ -46,7 +46,9 @@ class RecallAtKSurrogate(WholeBatchLoss):
         check_at_least(1, k=min(k, default=0))
         check_positive(rank_temperature=rank_temperature, k_temperatures=min(k_temperatures, default=0))
         if len(k_temperatures) != len(k):
-            raise ConfigError(f"k_temperatures: got {list(k_temperatures)}, expected one for each of the {len(k)} k.")
+            raise ConfigError(
+                f"k_temperatures: got {list(k_temperatures)}, expected one for each of the {len(k)} values of k."
+            )
         self.k = tuple(k)
         self.k_temperatures = tuple(k_temperatures)
         self.rank_temperature = rank_temperature

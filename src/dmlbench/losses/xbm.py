@@ -108,7 +108,7 @@ class CrossBatchMemory(Counters):
         """The loss between the batch that was observed last and the memory, without its weight."""
         own = self._own
         if own is None or len(own) != len(embeddings):
-            raise ValueError("the cross-batch memory must observe a batch before its loss is taken")
+            raise ValueError("cross-batch memory: call observe() for a batch before computing its loss.")
         batch_labels = BatchLabels.of(labels, own.device)
         filled = self.count_of("filled")
         rows, memory_labels = self.rows[:filled], self.labels[:filled]  # [F, D], [F]

@@ -33,7 +33,9 @@ class ClassSplits(SeededDraws):
         super().__init__()
         check_at_least(1, num_splits=num_splits)
         if halves == "alternate" and num_splits > 1:
-            raise ConfigError(f"num_splits: got {num_splits}, expected 1 with halves=alternate, as all are the same.")
+            raise ConfigError(
+                f"num_splits: got {num_splits}, expected 1 with halves=alternate, where all splits are the same."
+            )
         self.num_splits = num_splits
         self.halves = halves
         self._has_warned = False
@@ -45,8 +47,8 @@ class ClassSplits(SeededDraws):
         if len(classes) < 2:
             if not self._has_warned:
                 logger.warning(
-                    "a batch of %d images has a single class, hence no class-disjoint halves: its regularizers are 0. "
-                    "Raise sampler.classes_per_batch. (Logged once.)",
+                    "a batch of %d images has a single class, so it has no class-disjoint halves: its regularizers "
+                    "are 0. Raise sampler.classes_per_batch. (Logged once.)",
                     len(labels),
                 )
             self._has_warned = True

@@ -75,7 +75,10 @@ class AvslHead(LevelsHead):
         self.certainty_weights = nn.ParameterList()
         if reliability == "learned":
             if map_sizes is None or len(map_sizes) != num_levels:
-                raise ConfigError("reliability=learned: expected head.map_sizes, the size of every level's map.")
+                raise ConfigError(
+                    f"head.map_sizes: got {map_sizes}, expected [height, width] of the maps of all {num_levels} "
+                    "levels for head.reliability=learned."
+                )
             self.certainty_weights.extend(torch.randn(h * w) / math.sqrt(h * w) for h, w in map_sizes)
 
     def make_distance(self) -> AvslDistance:

@@ -99,7 +99,9 @@ class AvslDistance(BaseDistance):
         """Embeddings and certainties [N, L, r] of rows [N, 2 L r]."""
         size = 2 * self.num_levels * self.level_size
         if rows.shape[-1] != size:
-            raise RunError(f"rows of AVSL: got {rows.shape[-1]} numbers, expected {size}. Compare rows of one model.")
+            raise RunError(
+                f"AVSL embeddings: got {rows.shape[-1]} numbers, expected {size}. Compare embeddings of the same model."
+            )
         parts = rows.unflatten(-1, (2, self.num_levels, self.level_size))
         return parts[..., 0, :, :], parts[..., 1, :, :]
 
@@ -136,7 +138,7 @@ class AvslDistance(BaseDistance):
     def require_edges(self) -> None:
         if self.inference == "rectified" and not bool(self.updates > 0):
             raise RunError(
-                "AVSL has no edges yet: training batches make them. Train for a step, load a checkpoint, or set "
+                "AVSL has no edges yet: it estimates them in training. Train for a step, load a checkpoint, or set "
                 "head.inference=reliable, top or concat."
             )
 

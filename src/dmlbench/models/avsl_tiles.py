@@ -90,7 +90,7 @@ class AvslTiles:
         """Distances [P] of rows [P, 2 L r], pair by pair."""
         (e, c), (f, d) = self._levels(first), self._levels(second)
         if len(e) != len(f):
-            raise RunError(f"rows of pairs: got {len(e)} and {len(f)}, expected as many of both.")
+            raise RunError(f"AVSL pairs: got {len(e)} and {len(f)} embeddings, expected equal numbers.")
         result = torch.empty(len(e), 1, dtype=self.dtype, device=self.device)
         for start in range(0, len(e), self._pairs):
             part = slice(start, start + self._pairs)
@@ -104,7 +104,7 @@ class AvslTiles:
 
     def _levels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         if rows.device != self.device:
-            raise RunError(f"rows: got {rows.device}, expected {self.device}. Make tiles with device=...")
+            raise RunError(f"AVSL embeddings: got device {rows.device}, expected {self.device}. Use tiles(device=...).")
         return self._distance.levels(rows.to(self.dtype))
 
     def _chunk(self, e: Tensor, scaled: Tensor, f: Tensor, d: Tensor, *, out: Tensor) -> None:
@@ -116,7 +116,7 @@ class AvslTiles:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # any stage of the compiler raises its own; wrong rows fail below as well
-                _logger.warning("AVSL's chunks are computed without torch.compile, more slowly: %s", error)
+                _logger.warning("torch.compile failed for AVSL distances, using slower eager mode: %s", error)
                 AvslTiles._can_compile = False
         if self._distance.inference == "reliable":
             self._fill_reliable(e, scaled, f, d, out)

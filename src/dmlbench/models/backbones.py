@@ -176,8 +176,8 @@ class Backbone(nn.Module):
             ConfigError: layers of this network are unknown.
         """
         raise ConfigError(
-            f"optim.layer_decay: got a backbone of {type(self).__name__}, expected one whose layers timm groups. "
-            "Set it to null."
+            f"optim.layer_decay: got a backbone of {type(self).__name__}, expected a timm model with layer groups. "
+            "Set optim.layer_decay=null."
         )
 
     def maps_of(self, inputs: Tensor) -> tuple[Tensor, ...]:
@@ -263,9 +263,11 @@ class Backbone(nn.Module):
     def _check_stage(self, name: str) -> None:
         stages = list(self.named_stages())
         if name not in stages[:-1]:
-            raise ConfigError(f"backbone.frozen_until: got '{name}', {closest(name, [*stages[:-1], ALL])}")
+            raise ConfigError(
+                f"backbone.frozen_until: got the unknown stage '{name}': {closest(name, [*stages[:-1], ALL])}"
+            )
         if len(self.channels) > 1:
-            raise ConfigError(f"backbone.frozen_until: got {name} for maps of several levels, expected {ALL} or null.")
+            raise ConfigError(f"backbone.frozen_until: got {name} with maps of several levels, expected {ALL} or null.")
 
 
 def select_levels(out_levels: Sequence[int], count: int) -> tuple[int, ...]:
@@ -355,8 +357,8 @@ class TimmBackbone(Backbone):
         for level, channels in zip(maps, self.channels, strict=True):
             if level.ndim != 4 or level.shape[1] != channels:
                 raise ConfigError(
-                    f"backbone '{self._name}' returns {tuple(level.shape)} instead of a map [B, {channels}, H, W]; "
-                    "choose another network of timm"
+                    f"backbone '{self._name}': got a map {tuple(level.shape)}, expected [B, {channels}, H, W]. "
+                    "Choose another timm model."
                 )
         return maps
 
@@ -414,15 +416,18 @@ class TimmBackbone(Backbone):
         same = torch.equal(self.as_map(x, images.shape[2:]), self(images)[-1])
         self.train(was_training)
         if not same:
-            raise ConfigError(f"frozen_until: got {name}, but '{self._name}' is no plain sequence. Use {ALL} or null.")
+            raise ConfigError(
+                f"backbone.frozen_until: got {name}, expected {ALL} or null, as '{self._name}' is not a plain "
+                "sequence of stages."
+            )
 
     def native(self, images: Tensor) -> Tensor:
         images = fit_images(images, name=self._name, model=self.model, pad=self._pad_images)
         vector = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
         if not isinstance(vector, Tensor) or vector.shape != (images.shape[0], self.native_channels):
             raise ConfigError(
-                f"timm's own pooling of '{self._name}' returns {getattr(vector, 'shape', type(vector).__name__)} "
-                f"instead of one vector of {self.native_channels} per image; choose another pooling than native"
+                f"pooling=native: got {getattr(vector, 'shape', type(vector).__name__)} from timm's '{self._name}', "
+                f"expected one vector of {self.native_channels} numbers per image. Choose another pooling."
             )
         return vector
 
@@ -441,16 +446,19 @@ def _create(name: str, *, pretrained: bool) -> Any:
     import timm  # here, as it takes a second or two to import
 
     if not timm.is_model(name):
-        raise ConfigError(f"timm {timm.__version__} has no model '{name}'; {closest(name, timm.list_models())}")
+        raise ConfigError(f"timm {timm.__version__} has no model '{name}': {closest(name, timm.list_models())}")
     options: dict[str, Any] = {"num_classes": 0, "pretrained": pretrained}
     try:
         config = timm.get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError as error:
         tags = ", ".join(timm.list_pretrained(f"{name.split('.')[0]}.*")) or "none"
-        raise ConfigError(f"timm {timm.__version__} has no weights '{name}'; it has: {tags}") from error
+        raise ConfigError(f"timm {timm.__version__} has no weights '{name}'; it has: {tags}.") from error
     if pretrained:
         if config is None or not (config.hf_hub_id or config.url or config.file):
-            raise ConfigError(f"timm publishes no weights for '{name}'; give weights_file=<path> or pretrained=false")
+            raise ConfigError(
+                f"timm publishes no weights for '{name}'. Set backbone.weights_file=<path> or "
+                "backbone.pretrained=false."
+            )
         url = config.url if isinstance(config.url, str) else None
         cached = _cached_file(config.hf_hub_id, url)
         if cached is not None:  # by path: a name would ask the server for a newer version first
@@ -498,7 +506,10 @@ def _cached_file(hub_id: str | None, url: str | None) -> Path | None:
 
 def _stage_channels(model: Any, name: str, out_indices: Sequence[int]) -> list[int]:
     if not hasattr(model, "forward_intermediates") or not hasattr(model, "feature_info"):
-        raise ConfigError(f"timm's '{name}' returns its last map only; leave out_indices at null")
+        raise ConfigError(
+            f"backbone.out_indices: got {list(out_indices)}, expected null, as timm's '{name}' returns only its last "
+            "map."
+        )
     stages = select_levels(out_indices, len(model.feature_info))
     return [int(model.feature_info[stage]["num_chs"]) for stage in stages]
 

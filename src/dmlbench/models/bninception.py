@@ -75,9 +75,8 @@ class BNInception(Backbone):
     ) -> None:
         if pretrained and weights_file is None:
             raise ConfigError(
-                f"bn_inception has no weights to download by itself: place {PUBLIC_WEIGHTS} "
-                f"(from {_PUBLIC_WEIGHTS_URL}) anywhere and set backbone.weights_file=<its path>, or "
-                "backbone.pretrained=false"
+                f"bn_inception cannot download its weights. Download {PUBLIC_WEIGHTS} from {_PUBLIC_WEIGHTS_URL} and "
+                "set backbone.weights_file=<its path>, or set backbone.pretrained=false."
             )
         levels = select_levels(out_levels, len(_LEVELS))
         channels_of_levels = [_LEVEL_CHANNELS[level] for level in levels]

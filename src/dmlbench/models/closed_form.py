@@ -74,7 +74,7 @@ def closed_form(moments: Moments, form: ClosedForm, out_features: int, shrinkage
         factor, failed = torch.linalg.cholesky_ex(moments.within + noise)
         if failed:
             raise RunError(
-                f"head.shrinkage: got {shrinkage}, with which the within-class covariance is singular. Raise it."
+                f"head.shrinkage: got {shrinkage}, but the within-class covariance is singular. Raise head.shrinkage."
             )
         whitening = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=False)
         spread = moments.between if form == "lda" else moments.total

@@ -19,8 +19,8 @@ class ConcatenatedLevels(LevelsHead):
         super().__init__()
         if not 1 <= num_levels <= len(in_channels):
             raise ConfigError(
-                f"head.num_levels: got {num_levels}, expected 1 to {len(in_channels)}, the backbone's maps. Use a "
-                "backbone of levels, such as resnet20_levels."
+                f"head.num_levels: got {num_levels}, expected 1 to {len(in_channels)}, the number of the backbone's "
+                "maps. Use a backbone with several maps, such as resnet20_levels."
             )
         self.projections = nn.ModuleList(Projection(channels, out_features) for channels in in_channels[-num_levels:])
         self.out_features = out_features

@@ -110,10 +110,15 @@ class DimlDistance(BaseDistance):
     def _parts(self, rows: Tensor) -> Tensor:
         count = 1 + self.grid_size**2
         if rows.shape[-1] % count:
-            raise RunError(f"rows: got {rows.shape[-1]} numbers, expected a multiple of {count}. Embed images again.")
+            raise RunError(
+                f"DIML embeddings: got {rows.shape[-1]} numbers, expected a multiple of {count}. Embed the images "
+                "again."
+            )
         return rows.unflatten(-1, (count, -1))
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
-        raise RunError("DIML reranks candidate lists. It does not define a pairwise distance; compare the centers.")
+        raise RunError(
+            "DIML reranks candidate lists. It does not define a pairwise distance. Compare center_rows(rows)."
+        )
 
     pairwise_distance = compute_mat

@@ -42,7 +42,7 @@ class EfficientNetLite(TimmBackbone):
         out_indices: Sequence[int] | None = None,
     ) -> None:
         if variant not in WEIGHTS:
-            raise ConfigError(f"EfficientNet-Lite has no variant {variant}; choose one of {list(WEIGHTS)}")
+            raise ConfigError(f"backbone.variant: got {variant}, expected one of {list(WEIGHTS)}.")
         if weights_file is None and pretrained:
             weights_file = str(packaged_weights(variant))
         super().__init__(
@@ -59,7 +59,7 @@ def packaged_weights(variant: int) -> Path:
     try:
         installed = metadata.distribution(package)
     except metadata.PackageNotFoundError:
-        found = "no such package"
+        found = "no package"
     else:
         path = Path(str(installed.locate_file(f"{package.replace('-', '_')}/models/{WEIGHTS[variant]}")))
         if installed.version == PACKAGE_VERSION and path.is_file():

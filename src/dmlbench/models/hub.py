@@ -70,13 +70,13 @@ def create_from_hub(name: str, config: Mapping[str, Any], *, pretrained: bool) -
     architecture, arguments = config["architecture"], config["model_args"]
     if not timm.is_model(architecture):
         raise ConfigError(
-            f"backbone.name: got {name} of the architecture '{architecture}', expected one of timm {timm.__version__}. "
-            "Update timm or choose another model."
+            f"backbone.name: got {name}, but timm {timm.__version__} has no architecture '{architecture}'. Update "
+            "timm or choose another model."
         )
     if taken := sorted(inspect.signature(timm.create_model).parameters.keys() & arguments.keys()):
         raise ConfigError(
-            f"backbone.name: got {name}, whose model_args set {taken[0]}, expected arguments of {architecture}. "
-            "Choose another model."
+            f"backbone.name: got {name}, but its model_args set {taken[0]}, expected only arguments of "
+            f"{architecture}. Choose another model."
         )
     options = {**arguments, "num_classes": 0, "pretrained_cfg": dict(config["pretrained_cfg"])}
     try:

@@ -103,10 +103,10 @@ class PooledModel(MetricModel):
         super().__init__()
         channels = pooled_channels(backbone, pooling)
         if projection.in_features != channels:
-            given = "own pooling gives" if pooling.needs == "native" else "last map has"
+            given = "own pooling returns" if pooling.needs == "native" else "last map has"
             raise ConfigError(
-                f"head.in_features: the projection takes {projection.in_features} channels, but the backbone's {given} "
-                f"{channels}. Set it to {channels}."
+                f"head.in_features: got {projection.in_features}, but the backbone's {given} {channels} channels. Set "
+                f"head.in_features={channels}."
             )
         self.stored_pooled = False
         self.backbone = backbone
@@ -183,15 +183,15 @@ class PooledModel(MetricModel):
 
     def require_cells(self) -> None:
         """Raise ConfigError where ``rows_with_cells`` has no map, or cells and embedding differ in width."""
-        pooling, remedy = type(self.pooling).__name__, "choose another pooling, such as gap"
+        pooling, remedy = type(self.pooling).__name__, "Choose another pooling, such as pooling=gap."
         if self.stored_pooled:
-            raise ConfigError("rerank: got feature_cache.level=pooled, expected maps, whose cells it compares.")
+            raise ConfigError("rerank: got feature_cache.level=pooled, expected maps. Set feature_cache.level=maps.")
         if self.pooling.needs == "native":
-            raise ConfigError(f"rerank compares cells of a map, and {pooling} uses none; {remedy}")
+            raise ConfigError(f"rerank compares cells of a map, but {pooling} uses no map. {remedy}")
         if self.embedding_size != self.projection.out_features:
             raise ConfigError(
-                f"rerank compares cells of {self.projection.out_features} numbers with embeddings, and {pooling} "
-                f"makes some of {self.embedding_size}; {remedy}"
+                f"rerank: got embeddings of {self.embedding_size} dimensions from {pooling}, expected "
+                f"{self.projection.out_features}, as in the cells of the projected map. {remedy}"
             )
 
     def rows_with_cells(self, images: Tensor, grid_size: int) -> Tensor:
@@ -241,8 +241,8 @@ class LevelsModel(MetricModel):
         super().__init__()
         if pooling is not None and pooling.needs == "native":
             raise ConfigError(
-                f"{type(head).__name__} pools maps of several levels, but {type(pooling).__name__} takes the vector of "
-                "the backbone's own pooling; choose another pooling, such as pooling=gap"
+                f"{type(head).__name__} pools maps of several levels, but {type(pooling).__name__} uses the "
+                "backbone's own pooling. Choose another pooling, such as pooling=gap."
             )
         self.backbone = backbone
         self.pooling = pooling
@@ -265,4 +265,7 @@ def make_model(backbone: Backbone, pooling: Pooling | None, head: Head) -> Metri
         return head.model(backbone, pooling)
     if isinstance(head, Projection) and pooling is not None:
         return PooledModel(backbone, pooling, head)
-    raise ConfigError(f"{type(head).__name__} is no head for {type(pooling).__name__}: see models/net.py:make_model")
+    raise ConfigError(
+        f"head: got {type(head).__name__} with pooling {type(pooling).__name__}, expected a LevelsHead, or a "
+        "Projection with a Pooling."
+    )

@@ -85,7 +85,7 @@ class Lora(Tuning):
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise ConfigError(
-                f"tuning: got lora, expected the package peft to be installed. {how_to_install('peft')}"
+                f"tuning: got lora, but the package peft is not installed. {how_to_install('peft')}"
             ) from error
         layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
         known = {name.rpartition(".")[2] for name in layers}

@@ -43,8 +43,8 @@ def fit_images(images: Tensor, *, name: str, model: nn.Module, pad: bool) -> Ten
         expected = tuple(embedding.img_size)
         if size != expected:
             raise ConfigError(
-                f"backbone '{name}' takes images of {_in_words(expected)} pixels, but was given {_in_words(size)}; "
-                f"crop to {_in_words(expected)}, or set the backbone's image_size to the size of the crop"
+                f"backbone '{name}': got images of {_in_words(size)} pixels, expected {_in_words(expected)}. Crop to "
+                f"{_in_words(expected)}, or set backbone.image_size to the crop size."
             )
         return images
     patch = tuple(embedding.feat_ratio(as_scalar=False))
@@ -54,9 +54,9 @@ def fit_images(images: Tensor, *, name: str, model: nn.Module, pad: bool) -> Ten
     if pad:
         return F.pad(images, (0, larger[1] - size[1], 0, larger[0] - size[0]))
     raise ConfigError(
-        f"backbone '{name}' cuts images into patches of {_in_words(patch)} pixels, which {_in_words(size)} is not a "
-        f"multiple of; crop to {_in_words(_multiples(size, patch, up=False))} or {_in_words(larger)} (the transform's "
-        "crop, for training and for testing), or set the backbone's pad_images=true"
+        f"backbone '{name}': got images of {_in_words(size)} pixels, expected a multiple of its patch size "
+        f"{_in_words(patch)}. Crop to {_in_words(_multiples(size, patch, up=False))} or {_in_words(larger)} in "
+        "transform.train and transform.eval, or set backbone.pad_images=true."
     )
 
 
@@ -64,18 +64,22 @@ def set_image_size(model: Any, image_size: int | Sequence[int], *, name: str, pa
     """Resample position embeddings once to another image size."""
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(int(side) for side in image_size)
     if len(size) != 2 or min(size) < 1:
-        raise ConfigError(f"image_size {image_size} must be one positive number of pixels, or height and width")
+        raise ConfigError(
+            f"backbone.image_size: got {image_size}, expected a positive number of pixels, or [height, width]."
+        )
     if not hasattr(model, "set_input_size"):
-        raise ConfigError(f"timm's '{name}' has no image size that could be set; leave image_size at null")
+        raise ConfigError(
+            f"backbone.image_size: got {image_size}, expected null, as timm's '{name}' has no such option."
+        )
     embedding = _patch_embedding(model)
     if embedding is not None:
         patch = tuple(embedding.feat_ratio(as_scalar=False))
         larger = _multiples(size, patch, up=True)
         if larger != size and not pad:
             raise ConfigError(
-                f"image_size {_in_words(size)} of backbone '{name}' is not a multiple of its patches of "
-                f"{_in_words(patch)} pixels; set it to {_in_words(_multiples(size, patch, up=False))} or "
-                f"{_in_words(larger)}"
+                f"backbone.image_size: got {_in_words(size)}, expected a multiple of the patch size "
+                f"{_in_words(patch)} of '{name}', such as {_in_words(_multiples(size, patch, up=False))} or "
+                f"{_in_words(larger)}."
             )
         size = larger
     model.set_input_size(img_size=size)
@@ -95,8 +99,8 @@ def as_map(output: Any, *, name: str, model: Any, size: Sequence[int]) -> Tensor
             if patches.shape[1] == height * width:
                 return patches.unflatten(1, (height, width)).permute(0, 3, 1, 2)
     raise ConfigError(
-        f"backbone '{name}' returns {shape} for images of {_in_words(size)} pixels, which is neither a map nor tokens "
-        "on a grid; choose another network of timm"
+        f"backbone '{name}': got {shape} for images of {_in_words(size)} pixels, expected a map or tokens on a grid. "
+        "Choose another timm model."
     )
 
 

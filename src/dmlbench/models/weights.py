@@ -24,8 +24,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"weights file '{path}' is not there. Correct backbone.weights_file, or set it to null and "
-            "backbone.pretrained=false."
+            f"weights file '{path}' does not exist. Correct backbone.weights_file, or set backbone.weights_file=null "
+            "and backbone.pretrained=false."
         )
     try:
         if path.suffix == ".safetensors":
@@ -34,8 +34,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise almost anything
         raise ConfigError(
-            f"weights file '{path}' cannot be read as plain tensors ({type(error).__name__}: {reason_of(error):.120}); "
-            "it may be truncated, or hold Python objects, which are never executed: save its state_dict again"
+            f"weights file '{path}' cannot be read as plain tensors ({type(error).__name__}: "
+            f"{reason_of(error):.120}). It may be truncated or contain Python objects, which are never executed. Save "
+            "its state_dict again."
         ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
@@ -43,7 +44,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         content = {key: value for key, value in content["model"].items() if str(key).startswith("backbone.")}
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(
-            f"weights file '{path}' holds no named tensors; expected a state_dict or {{'state_dict': ...}}"
+            f"weights file '{path}' contains no named tensors, expected a state_dict or {{'state_dict': ...}}."
         )
     weights = {str(key): value for key, value in content.items()}
     if all(key.startswith("module.") for key in weights):
@@ -93,6 +94,6 @@ def _say_once(text: str) -> None:
 
 def _wrong_file(module: nn.Module, path: str | Path, difference: str) -> ConfigError:
     return ConfigError(
-        f"weights file '{path}' does not fit {type(module).__name__}: {difference} (the first difference); "
-        "give the file that belongs to this backbone"
+        f"weights file '{path}' does not fit {type(module).__name__}: {difference} (the first difference). "
+        "Set backbone.weights_file to a file of this backbone."
     )

@@ -34,8 +34,8 @@ def measure(args: Any) -> Iterator[str]:
     check_choice("over", args.over, OVER)
     if (args.splits is None) == (args.train is None):
         raise ConfigError(
-            f"name the splits: got splits={args.splits} and train={args.train}, expected one of them. splits=<file of "
-            "`dmlbench oodml splits`, or one of the study's pickles>, train=<data set of the other half>."
+            f"got splits={args.splits} and train={args.train}, expected one of them. Set splits=<file of `dmlbench "
+            "oodml splits`, or one of the study's pickles>, or train=<data set of the train half>."
         )
     lines, document = _splits(args) if args.train is None else _between(args)
     yield from lines
@@ -88,7 +88,7 @@ def _given(args: Any) -> tuple[SplitFile, Features]:
 def _between(args: Any) -> tuple[list[str], dict[str, Any]]:
     """Measure two data sets (table S2)."""
     if args.over != "class_means":
-        raise ConfigError(f"over: got {args.over}, expected class_means between data sets.")
+        raise ConfigError(f"over: got {args.over}, expected class_means with train=<data set>.")
     files = {path.stem: path for path in (config_folder() / "dataset").glob("*.yaml")}
     check_choice("train", str(args.train), list(files))
     other = dataclasses.replace(args, dataset={"table": table_node(args.train, args.paths)})
@@ -117,7 +117,7 @@ def transfer(args: Any) -> Iterator[str]:
     """Score the runs of ``args.runs``, and the features of ``args.backbone``, on the test half of ``args.dataset``."""
     spec: EvaluationSpec = component(args.evaluation)
     if not (named := listed(args.runs)):
-        raise ConfigError("name the trained models: runs=<run directory>, or several: runs=[<one>,<another>]")
+        raise ConfigError("runs is missing: expected runs=<run directory>, or several: runs=[<one>,<another>].")
     loaded = [(run, read_result(run), load_run(run, {"num_workers": args.num_workers}, device=args.device))
               for run in map(Path, named)]  # fmt: skip
     features = features_of(args)
@@ -177,7 +177,9 @@ def _scores(features: Features, part: RetrievalSet, spec: EvaluationSpec) -> dic
 def frozen(args: Any) -> Iterator[str]:
     """Score the features of ``args.backbone`` on the test half of every split of ``args.splits``."""
     if args.splits is None:
-        raise ConfigError("name the splits: splits=<file of `dmlbench oodml splits`, or one of the study's pickles>")
+        raise ConfigError(
+            "splits is missing: expected splits=<file of `dmlbench oodml splits`, or one of the study's pickles>."
+        )
     spec: EvaluationSpec = component(args.evaluation)
     file, features = _given(args)
     table = features.table

@@ -58,16 +58,18 @@ class OfficialEpisodes:
         matching = [episodes for names, episodes in self.splits.values() if names == set(name_of.values())]
         if len(matching) != 1:
             raise DataError(
-                f"the {len(name_of)} test classes of {table.name} are those of {len(matching)} splits in "
-                f"'{self.source}', expected one. Leave official out to draw own episodes."
+                f"'{self.source}': got {len(matching)} splits with the {len(name_of)} test classes of {table.name}, "
+                "expected one. Leave official out to draw episodes at random."
             )
         if shots not in matching[0]:
-            raise ConfigError(f"shots: got {shots}, expected {', '.join(map(str, matching[0]))} of '{self.source}'.")
+            raise ConfigError(
+                f"shots: got {shots}, expected one of {', '.join(map(str, matching[0]))} in '{self.source}'."
+            )
         if episode not in matching[0][shots]:
-            raise ConfigError(f"'{self.source}' has {len(matching[0][shots])} episodes. Lower episodes.")
+            raise ConfigError(f"episodes: expected at most {len(matching[0][shots])}, as in '{self.source}'.")
         chosen = {_plain(name): files for name, files in matching[0][shots][episode].items()}
         if chosen.keys() != set(name_of.values()):
-            raise DataError(f"'{self.source}' has an episode of other classes than its split. Leave official out.")
+            raise DataError(f"'{self.source}' has an episode with other classes than its split. Leave official out.")
         position = {
             (name_of[int(label)], folder.parent.name, folder.name): index
             for index, (label, folder) in enumerate(
@@ -76,7 +78,10 @@ class OfficialEpisodes:
         }
         found = [self._resolve(position, name, file) for name, files in chosen.items() for file in files]
         if len(set(found)) != shots * len(chosen):
-            raise DataError(f"'{self.source}': an episode of {shots} shots names {len(set(found))} images.")
+            raise DataError(
+                f"'{self.source}': got {len(set(found))} images in an episode of {shots} shots, expected "
+                f"{shots * len(chosen)}."
+            )
         return np.sort(np.array(found, dtype=np.int64))
 
     def _resolve(self, position: Mapping[tuple[str, str, str], int], class_name: str, file: str) -> int:
@@ -88,8 +93,8 @@ class OfficialEpisodes:
             wanted = "both" if renamed else "any"
             raise DataError(
                 f"'{file}' of class '{class_name}' in '{self.source}' is not in {wanted} of the folders "
-                f"{' and '.join(self.merge_order)}. Restore the original folders, or leave official out to draw own "
-                "episodes."
+                f"{' and '.join(self.merge_order)}. Restore the original folders, or leave official out to draw "
+                "episodes at random."
             )
         return at[1] if renamed else at[0]
 
@@ -98,14 +103,14 @@ def read_official(path: Path, merge_order: Sequence[str]) -> OfficialEpisodes:
     """Read the published episodes of a file of splits, by the restricted unpickler."""
     if len(merge_order) != 2 or merge_order[0] == merge_order[1]:
         raise ConfigError(
-            "official needs merge_order=[<folder>,<folder>]: the order in which two folders of images were merged "
-            "tells which files were renamed. If you do not know it, leave official out to draw own episodes."
+            f"merge_order: got {list(merge_order)}, expected [<folder>,<folder>], the order in which the two folders "
+            "of images were merged. If you do not know it, leave official out to draw episodes at random."
         )
     require_file(path)
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"'{path}' cannot be read ({error.strerror})") from error
+        raise DataError(f"'{path}' cannot be read ({error.strerror}). Make it readable.") from error
     held = read_pickle(content, name=path.name)
     try:
         splits = {
@@ -113,7 +118,7 @@ def read_official(path: Path, merge_order: Sequence[str]) -> OfficialEpisodes:
             for key, split in held.items()
         }
     except (AttributeError, KeyError, TypeError) as error:
-        raise DataError(f"'{path}' holds no splits with test_episodes ({error!r})") from error
+        raise DataError(f"'{path}' holds no splits with test_episodes ({error!r}).") from error
     first, second = merge_order
     return OfficialEpisodes(splits, (first, second), path.name, hashlib.sha256(content).hexdigest())
 

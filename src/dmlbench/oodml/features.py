@@ -58,7 +58,7 @@ def features_of(args: Any) -> Features:
         if args.backbone.get("weights_file") is not None:
             known = f"the weights of {Path(args.backbone['weights_file']).name}"
         elif known == "RANDOM weights":
-            log.warning("%s has random weights: its distances say little", args.backbone["_target_"])
+            log.warning("%s has random weights, so its distances mean little", args.backbone["_target_"])
         weights = f"{network_name(args)} with {known}"
     size = getattr(component(of_images), "crop", None)
     measured_by = weights + (f", images of {size} pixels" if size else "")

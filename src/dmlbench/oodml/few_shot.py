@@ -109,7 +109,9 @@ class FewShotPlan:
         if others := [score.name for score in self.spec.scores if score not in of_queries(self.spec.scores)]:
             raise ConfigError(f"metric: got '{others[0]}', expected a metric of rankings.")
         if self.spec.shortlist is not None:
-            raise ConfigError("shortlist is for distances other than that of unit vectors. Leave it out.")
+            raise ConfigError(
+                f"shortlist: got {self.spec.shortlist}, expected null, because the run compares unit vectors."
+            )
 
     def adaptation(self, trained_by: OptimizerSettings, boundary: float, shots: int) -> Adaptation:
         lr = trained_by.lr * trained_by.lr_multipliers.get("head", 1.0) * self.lr_factor
@@ -316,7 +318,7 @@ class _Loaded:
         self.run_dir, self.setup, self.plan, self.seed = run_dir, setup, plan, seed
         test = setup.data.split.test
         if test is None or test.gallery is not None:
-            raise RunError(f"{run_dir} has no test set that is searched within itself.")
+            raise RunError(f"{run_dir}: expected a test set without a separate gallery.")
         self.rows = test.query
         self.labels: IntArray = setup.data.table.labels[self.rows]
         check_shots(self.labels, plan.shots, setup.data.table.class_names)
@@ -356,7 +358,7 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     """Hash of the weights of a run that can be adapted."""
     require_tested(run_dir, result)
     if "rerank" in result:
-        raise RunError(f"{run_dir} reranks, which episodes do not. Name the same run without rerank.")
+        raise RunError(f"{run_dir} uses rerank, which episodes do not support. Name the same run without rerank.")
     head: type[nn.Module] = imported(config_with_weights(run_dir)["head"]["_target_"], "head")
     if not issubclass(head, Projection):
         raise RunError(f"head of {run_dir}: got {head.__name__}, expected a linear layer.")

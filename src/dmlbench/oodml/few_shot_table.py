@@ -32,7 +32,7 @@ def few_shot(args: Any) -> Iterator[str]:
     if args.official is not None:
         official = read_official(Path(args.official), listed(args.merge_order))
     elif args.merge_order is not None:
-        raise ConfigError("merge_order belongs to official=<file>. Leave it out.")
+        raise ConfigError(f"merge_order: got {args.merge_order} without official=<file>. Leave it out.")
     keys = ("steps", "batch_size", "images_per_class", "beta", "margin", "lr_factor", "weight_decay", "memory_bytes")
     own = {key: getattr(args, key) for key in keys}
     plan = FewShotPlan(tuple(shots), args.episodes, component(args.evaluation), official=official, **own)

@@ -88,7 +88,8 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
     first, second = _checked(a, "first"), _checked(b, "second")
     if first.shape[1] != second.shape[1]:
         raise DataError(
-            f"features of {first.shape[1]} and {second.shape[1]} numbers cannot be compared. Use one network for both."
+            f"features: got {first.shape[1]} and {second.shape[1]} dimensions, expected the same. Use one network for "
+            "both."
         )
     if variant == "pytorch_fid":
         covariances = [np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (first, second)]
@@ -114,5 +115,5 @@ def _checked(features: ArrayLike, which: str) -> Float:
         raise DataError(f"{which} set of features: got shape {list(rows.shape)}, expected two or more rows [n, d].")
     if not np.isfinite(rows).all():
         bad = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
-        raise DataError(f"row {bad} of the {which} set of features is not finite.")
+        raise DataError(f"{which} set of features: got NaN or infinity in row {bad}, expected finite numbers.")
     return rows

@@ -61,21 +61,21 @@ def scores_over_distance(args: Any) -> Iterator[str]:
             written.append(folder / f"{stem}-areas.png")
             draw_areas(alike, scores, written[-1], title=table.title, notes=table.caveats)
     if not tables:
-        raise RunError(f"no config that matches '{args.configs}' was run over splits; run some with protocol=oodml")
+        raise RunError(f"no config that matches '{args.configs}' has runs under protocol=oodml. Run one first.")
     if unused:
-        raise RunError(f"frozen={', '.join(sorted(unused))}: of other splits than all of these configs; leave it out")
+        raise RunError(f"frozen: got {', '.join(sorted(unused))}, whose splits differ from all configs. Leave it out.")
     yield from (table.to_text() for table in tables)
     yield from (f"written: {path}" for path in written)
 
 
 def _read_frozen(path: Path) -> dict[str, Any]:
-    remedy = "name files that `dmlbench oodml frozen output=...` wrote"
+    remedy = "Name files that `dmlbench oodml frozen output=...` wrote."
     try:
         found = dict(read_json(path))
         [(one["split"], float(one["distance"]), one["scores"]) for one in found["by_split"]]
         found["dataset"], found["network"], found["notes"], found[AGS]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise RunError(f"'{path}' has no scores of features as they are ({error!r}); {remedy}") from error
+        raise RunError(f"'{path}' has no scores of frozen features ({error!r}). {remedy}") from error
     return found
 
 

@@ -73,12 +73,15 @@ def grouped_runs(args: Any) -> Iterator[tuple[str, Path, list[SplitRun]]]:
 def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> list[Path]:
     """Directories of the named runs, or of the complete runs that match a pattern."""
     if bool(runs) == bool(configs):
-        raise ConfigError("name the runs by either run=<run directory> (or several) or configs=<pattern>")
+        raise ConfigError(
+            f"got run={list(runs)} and configs={configs}, expected one of them. Set run=<run directory> (or several) "
+            "or configs=<pattern>."
+        )
     if configs is None:
         return [Path(run).absolute() for run in runs]
     found = [run.path.absolute() for run in find_runs(output_dir, configs) if run.state == "done"]
     if not found:
-        raise RunError(f"no complete run under {output_dir} matches '{configs}'; `dmlbench status` lists what there is")
+        raise RunError(f"no complete run under {output_dir} matches '{configs}'. `dmlbench status` lists all runs.")
     return found
 
 
@@ -131,7 +134,7 @@ def kept_of(path: Path, bound: Mapping[str, str], key: str, *, schema: int) -> d
         held = read_json(path)
         if held["schema"] == schema and {name: held.get(name) for name in bound} == dict(bound):
             return dict(held[key])
-        log.info("%s is of other weights; computing again", path)
+        log.info("%s belongs to other weights; computing again", path)
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError) as error:

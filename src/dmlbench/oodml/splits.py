@@ -35,7 +35,9 @@ def make_splits(args: Any) -> Iterator[str]:
         read_splits(also)
         others[also] = read_json(also) if also.suffix == ".json" else {}
         if "way" not in others[also]:
-            raise DataError(f"'{also}' does not say the way to its splits; name a file of `dmlbench oodml splits`")
+            raise DataError(
+                f"'{also}' does not record how its splits were made. Name a file of `dmlbench oodml splits`."
+            )
     features = features_of(args)
     table = features.table
     by_class = ClassFeatures.of(features.rows, table.labels, over=args.over)

@@ -93,7 +93,7 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
     if held is not None:
         return held
     if distance_of_run(run_dir) is not None:
-        raise RunError(f"{run_dir} compares embeddings by its own distance, expected unit vectors.")
+        raise RunError(f"{run_dir}: got a run with its own distance, expected one that compares unit vectors.")
     setup = load_run(run_dir, {"num_workers": num_workers}, device=device)
     embeddings, _ = setup.embed(RetrievalSet(setup.data.split.train))
     found = structure(embeddings.rows.numpy(), embeddings.labels.numpy())
@@ -195,7 +195,7 @@ def draw(title: str, runs: Sequence[SplitRun], points: pd.DataFrame, path: Path,
     labels = points.row.unique().tolist()
     if len(labels) > len(_MARKERS):
         raise ConfigError(
-            f"{len(labels)} methods are more than a picture has markers ({len(_MARKERS)}); name fewer configs"
+            f"configs: got {len(labels)} methods, expected at most {len(_MARKERS)}, one per marker. Name fewer configs."
         )
     folds = [fold for _, fold in sorted({(run.distance or 0.0, run.fold) for run in runs})]
     shades = plt.get_cmap("viridis")(np.linspace(0, 0.95, len(folds)))

@@ -101,7 +101,7 @@ def tables() -> tuple[str, ...]:
 def describe_table(name: str) -> PaperTable:
     """Return the description of the table ``name``, such as "gsp/table2"."""
     if name not in _index():
-        raise DataError(f"no table of a paper is called '{name}'; {closest(name, tables())}")
+        raise DataError(f"no table of a paper is called '{name}': {closest(name, tables())}")
     return _index()[name]
 
 

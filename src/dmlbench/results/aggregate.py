@@ -59,7 +59,7 @@ def aggregate_config(
     done = {(run.fold, run.repeat): run.path for run in runs if run.state == "done"}
     results = {coordinates: store.read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
-        raise IncompleteConfig(f"{config_dir}: incomplete: no complete run{_failed(runs)}")
+        raise IncompleteConfig(f"{config_dir}: incomplete: no complete run{_failed(runs)}.")
     for folder in (config_dir, *done.values()):
         remove_leftovers(folder)
     for key, result in results.items():
@@ -68,7 +68,7 @@ def aggregate_config(
     foreign = [done[fold, repeat].name for fold, repeat in results if fold >= first["num_folds"]]
     if foreign:
         stray = config_dir / foreign[0]
-        raise RunError(f"{stray} is of no fold of its protocol, which has {first['num_folds']}; remove it")
+        raise RunError(f"{stray} is not a fold of its protocol, which has {first['num_folds']} folds. Remove it.")
     missing = missing_runs(results, first)
     num_expected = len(results) + len(missing)
     if missing and not allow_partial:
@@ -85,7 +85,7 @@ def aggregate_config(
     if known and (known["runs_sha256"], known["search"]) != (source, spec.search):
         known = None
     if known and known["n_collections"] and stored_collections(config_dir, known) is None:
-        log.warning("%s is missing or damaged; it is made again", config_dir / COLLECTIONS)
+        log.warning("%s is missing or damaged; writing it again", config_dir / COLLECTIONS)
         known = None
     if known:  # what was asked for before stays
         joined = known["scores"].get("concatenated", {})
@@ -226,11 +226,11 @@ def _results_sha256(run_dirs: Iterable[Path]) -> str:
 
 def _require_same(config_dir: Path, results: Mapping[Coordinates, Mapping[str, Any]], *, one_test_set: bool) -> None:
     for key, remedy in (
-        ("dataset_fingerprint", "the data set changed between the runs; remove the older ones and run them again"),
-        ("base_seed", "use one base_seed for all runs of a config"),
-        ("n_query", "the test set changed between the runs; remove the older ones and run them again"),
-        ("search", "the runs were ranked by different shortlists; evaluate them alike"),
-        ("n_gallery", "the test set changed between the runs; remove the older ones and run them again"),
+        ("dataset_fingerprint", "The data set changed between the runs. Remove the older ones and run them again."),
+        ("base_seed", "Use one base_seed for all runs of a config."),
+        ("n_query", "The test set changed between the runs. Remove the older ones and run them again."),
+        ("search", "Evaluate all of them with the same shortlist."),
+        ("n_gallery", "The test set changed between the runs. Remove the older ones and run them again."),
     ):
         of_folds = key in ("n_query", "n_gallery") and not one_test_set
         values: dict[int | None, dict[Any, str]] = {}
@@ -239,4 +239,4 @@ def _require_same(config_dir: Path, results: Mapping[Coordinates, Mapping[str, A
         for found in values.values():
             if len(found) > 1:
                 listing = ", ".join(f"{value} in {run}" for value, run in found.items())
-                raise RunError(f"{config_dir}: the runs differ in {key} ({listing}); {remedy}")
+                raise RunError(f"{config_dir}: the runs differ in {key} ({listing}). {remedy}")

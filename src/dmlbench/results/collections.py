@@ -79,10 +79,13 @@ def collections(
     _check_members(members, galleries)
     for what, values in (("galleries", galleries), ("distances", distances), ("scores", scores)):
         if values is not None and [len(fold) for fold in values] != [len(fold) for fold in members]:
-            raise RunError(f"{what} must be given for every run, [fold][repeat], or not at all")
+            raise RunError(
+                f"{what}: got {[len(fold) for fold in values]} entries by fold, expected "
+                f"{[len(fold) for fold in members]}, one for each run, or None."
+            )
     names = score_names(of_queries(scores_of(metrics, recall_at))) if metrics or scores is None else ()
     if not names and scores is None:
-        raise ConfigError(f"metrics: got {', '.join(metrics)}, expected one of a ranking, for concatenated embeddings.")
+        raise ConfigError(f"metrics: got {', '.join(metrics)}, expected a ranking metric for concatenated embeddings.")
     if lacking := [name for name in names for fold in scores or () for run in fold if name not in run]:
         raise RunError(f"the runs' scores lack '{lacking[0]}'. Evaluate them again with these metrics.")
     joined: dict[tuple[int, ...], Evaluation] = {}
@@ -230,7 +233,7 @@ def paired_difference(
     lonely = sorted(set(first) ^ set(second))
     if lonely or not first:
         names = ", ".join(map(run_name, lonely)) or "all"
-        raise RunError(f"configs are compared run by run, and runs are missing in one of them: {names}")
+        raise RunError(f"both configs need the same folds and repeats. Missing in one of them: {names}.")
     folds = sorted({fold for fold, _ in first})
     pairs = [[(first[key], second[key]) for key in sorted(first) if key[0] == fold] for fold in folds]
     means = np.mean([np.mean(fold, axis=0) for fold in pairs], axis=0)

@@ -60,7 +60,7 @@ def make_table(
     rows = []
     for fact in facts:
         if not any(fact in (own or {}) for summary in summaries for own in summary.get("facts", {}).values()):
-            raise ConfigError(f"no split of these results has the fact '{fact}'")
+            raise ConfigError(f"facts: got '{fact}', which no split of these results has.")
     for summary in summaries:
         entries = [entry_of(summary["scores"].get(kind, {}), score) for kind, score in scores]
         rows.append([*(_fact(summary, fact) for fact in facts), *entries])

@@ -70,7 +70,7 @@ def scores_of_run(
     if missing:
         require_tested(run_dir, result)
         if not (run_dir / EMBEDDINGS).exists():
-            raise RunError(f"{run_dir} has no {EMBEDDINGS}, so nothing more can be computed of it; run it again")
+            raise RunError(f"{run_dir} has no {EMBEDDINGS}, so no further scores can be computed. Run it again.")
         bound = require_own_files(run_dir, result)
         kept = _kept(run_dir, bound)
         for score in missing:
@@ -91,7 +91,7 @@ def scores_of_run(
         try:
             write_json(run_dir / SCORES, {"schema": _SCHEMA, **bound, "scores": kept})
         except OSError as error:
-            log.warning("%s cannot be written (%s): the scores are not kept", run_dir / SCORES, error.strerror)
+            log.warning("%s cannot be written (%s): the scores are not saved", run_dir / SCORES, error.strerror)
     return known
 
 
@@ -108,7 +108,7 @@ def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]
         held = read_json(run_dir / SCORES)
         if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
             return {way: {name: float(v) for name, v in scores.items()} for way, scores in held["scores"].items()}
-        log.info("%s is of other embeddings; computing again", run_dir / SCORES)
+        log.info("%s belongs to other embeddings; computing again", run_dir / SCORES)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -288,8 +288,8 @@ class OverSplits:
         distances = [facts[fold]["distance"] for fold in folds]
         if len(set(distances)) < 2:
             raise RunError(
-                f"{config.path}: scores over distance need two splits or more of different distance, these runs have "
-                f"{len(set(distances))}; run other folds"
+                f"{config.path}: got splits of {len(set(distances))} distance, expected at least two distances. Run "
+                "other folds."
             )
         repeats = sorted({r for _, r in rows if all((fold, r) in rows for fold in folds)})
         if not repeats:
@@ -338,7 +338,7 @@ def rule_named(name: str) -> AggregationRule:
     except (ImportError, AttributeError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == (top := module.partition(".")[0]):
             raise RunError(missing_module(top, "aggregation")) from error
-        raise RunError(f"aggregation '{name}' is unknown ({error}); {closest(name, list(RULES))}") from error
+        raise RunError(f"aggregation '{name}' is unknown ({error}): {closest(name, list(RULES))}") from error
 
 
 def stored_collections(config_dir: Path, summary: Mapping[str, Any]) -> pd.DataFrame | None:

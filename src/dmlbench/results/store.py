@@ -60,7 +60,7 @@ def make_directory(path: Path) -> None:
 
 def _not_writable(path: Path, error: OSError) -> RunError:
     return RunError(
-        f"cannot write to the run directory {path}: {error.strerror}; choose a writable folder with "
+        f"cannot write to the run directory {path}: {error.strerror}. Choose a writable folder with "
         "paths.output_dir=..."
     )
 
@@ -78,17 +78,17 @@ def code_of(result: Mapping[str, Any]) -> str:
 
 def read_result(run_dir: Path) -> dict[str, Any]:
     """The result of a complete run; raises RunError if there is none, or a damaged one."""
-    path, remedy = run_dir / RESULT, "delete it and start the run again"
+    path, remedy = run_dir / RESULT, "Delete it and start the run again."
     try:
         result = read_json(path)
     except FileNotFoundError:
-        raise RunError(f"{run_dir} holds no complete run: {RESULT} is missing") from None
+        raise RunError(f"{run_dir} holds no complete run: {RESULT} is missing.") from None
     except ValueError as error:
         if isinstance(error.__cause__, PermissionError):
-            raise RunError(f"{path} cannot be read ({error}); make it readable") from error
-        raise RunError(f"{path} is damaged ({error}); {remedy}") from error
+            raise RunError(f"{path} cannot be read ({error}). Make it readable.") from error
+        raise RunError(f"{path} is damaged ({error}). {remedy}") from error
     if result.get("schema") != RESULT_SCHEMA:
-        raise RunError(f"{path} has schema {result.get('schema')}, this version reads {RESULT_SCHEMA}; run it again")
+        raise RunError(f"{path}: got schema {result.get('schema')}, expected {RESULT_SCHEMA}. Run it again.")
     return result
 
 
@@ -101,7 +101,7 @@ def hashes_of(run_dir: Path, files: Sequence[str] = (EMBEDDINGS, DISTANCE)) -> d
         try:
             hashes[f"{Path(name).stem}_sha256"] = file_sha256(run_dir / name)
         except OSError as error:
-            raise RunError(f"{run_dir / name} cannot be read ({error.strerror}); make it readable") from error
+            raise RunError(f"{run_dir / name} cannot be read ({error.strerror}). Make it readable.") from error
     return hashes
 
 
@@ -113,8 +113,8 @@ def require_own_place(run_dir: Path, result: Mapping[str, Any]) -> None:
     seed = derive_seed(result["base_seed"], result["fold"], result["repeat"])
     if result["seed"] != seed:
         raise RunError(
-            f"{run_dir / RESULT} names the seed {result['seed']}, but {coordinates} with base_seed "
-            f"{result['base_seed']} has {seed}; it is the result of another run: run this one again"
+            f"{run_dir / RESULT}: got seed {result['seed']}, expected {seed} for {coordinates} with base_seed "
+            f"{result['base_seed']}. It is the result of another run. Run this one again."
         )
 
 
@@ -128,8 +128,8 @@ def require_own_files(
         if result.get(key, found) != found:
             name = next(name for name in files if key == f"{Path(name).stem}_sha256")
             raise RunError(
-                f"{run_dir / name} (SHA-256 {found[:12]}) is not the one that {RESULT} names ({result[key][:12]}); "
-                "bring the file back, or run it again"
+                f"{run_dir / name}: got SHA-256 {found[:12]}, expected {result[key][:12]} as in {RESULT}. Restore the "
+                "file, or run it again."
             )
     return hashes
 
@@ -137,7 +137,7 @@ def require_own_files(
 def require_tested(run_dir: Path, result: Mapping[str, Any]) -> None:
     """Raise RunError for a run that has no test scores."""
     if not result["metrics"].get("test"):
-        raise RunError(f"{run_dir} was never tested: protocol '{result['protocol']}' does not look at the test half")
+        raise RunError(f"{run_dir} has no test scores: protocol '{result['protocol']}' does not use the test half.")
 
 
 def run_state(run_dir: Path) -> State:
@@ -191,7 +191,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
             ``*gsp*/fold0_rep?``; ``*`` matches slashes, too; ``output_dir`` may stand before it.
     """
     if not str(output_dir).strip():
-        raise ConfigError("the output folder is empty; name one, such as outputs")
+        raise ConfigError("output_dir: got an empty name, expected a folder such as outputs.")
     root = Path(output_dir)
     pattern = pattern.removeprefix(f"{root}/") if pattern.rstrip("/") != str(root) else "**"
     patterns = [pattern, f"{pattern.rstrip('/')}/*"]
@@ -212,7 +212,7 @@ def runs_in(config_dir: Path) -> list[RunInfo]:
 def remove_run(path: Path) -> None:
     """Delete a run directory that is not running, and its config's folder after the last run."""
     if is_locked(path):
-        raise RunError(f"{path} is running; stop it first")
+        raise RunError(f"{path} is running. Stop it first.")
     config_dir = path.parent
     try:
         is_last = all(other == path for other in config_dir.glob("fold*_rep*"))
@@ -223,7 +223,7 @@ def remove_run(path: Path) -> None:
         if is_last:
             config_dir.rmdir()
     except OSError as error:
-        raise RunError(f"cannot remove {path} ({error.strerror}); make it writable, or remove it by hand") from error
+        raise RunError(f"cannot remove {path} ({error.strerror}). Make it writable, or remove it by hand.") from error
 
 
 def _remove(folder: Path) -> None:
@@ -245,7 +245,7 @@ def without_trials(configs: dict[Path, list[RunInfo]], pattern: str, *, warn: bo
     """Configs without the trials of searches (protocol=hpo), unless the pattern that selected them names hpo."""
     kept = {path: runs for path, runs in configs.items() if "hpo" in pattern or path.parent.name != "hpo"}
     if warn and kept and (count := len(configs) - len(kept)):
-        log.warning("left out: %d configs of protocol=hpo, trials of searches (configs=*/hpo/* selects them)", count)
+        log.warning("leaving out %d configs of protocol=hpo, which are trials (configs=*/hpo/* selects them)", count)
     return kept or configs
 
 
@@ -267,21 +267,21 @@ def locked(run_dir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise RunInUse(
-                f"{run_dir} is in use by process {file.read().strip() or 'unknown'}; wait for it, stop it, or choose "
-                "another paths.output_dir"
+                f"{run_dir} is in use by process {file.read().strip() or 'unknown'}. Wait for it, stop it, or choose "
+                "another paths.output_dir."
             ) from error
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             raise RunError(
-                f"the file system of {run_dir} has no locks ({error.strerror}); choose another paths.output_dir"
+                f"the file system of {run_dir} has no locks ({error.strerror}). Choose another paths.output_dir."
             ) from error
         if not is_open_at(run_dir / LOCK, file.fileno()):
-            raise RunInUse(f"{run_dir} was released by another process just now; start the command again", run_dir)
+            raise RunInUse(f"{run_dir} was released by another process just now. Start the command again.", run_dir)
         if (elsewhere := _living_elsewhere(file)) and not _is_silent(file):
             raise RunInUse(
-                f"{run_dir} is in use by process {elsewhere}, which was there a moment ago; if it was killed, "
-                f"the run is free after {SILENT_S:.0f} seconds"
+                f"{run_dir} is in use by process {elsewhere}, which was active a moment ago. If it was killed, try "
+                f"again after {SILENT_S:.0f} seconds."
             )
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")

@@ -266,8 +266,8 @@ def summarize_tables(folder: Path) -> str:
         notes += [f"{dataset}: {note}" for note in table.get("notes", [""])[0].split("; ") if OTHER_DATA in note]
     if not rows:
         raise DataError(
-            f"{folder} holds no table whose rows have deviations or one run of every fold; "
-            "name a folder such as outputs/published"
+            f"{folder} holds no table whose rows have standard deviations or one run of every fold. "
+            "Name a folder such as outputs/published."
         )
     lines = markdown_lines(["data set, protocol", "method", *_METRICS], rows, "llll")
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"

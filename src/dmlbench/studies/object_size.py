@@ -37,7 +37,7 @@ def shares_of_boxes(table: ImageTable, rows: IntArray) -> Float:
     boxes = originals.boxes[rows]
     if np.isnan(boxes).any():
         lacking = table.paths[rows[np.isnan(boxes).any(axis=1)][0]]
-        raise DataError(f"{originals.boxes_from} has no box of '{lacking}' of '{table.name}'; get the original")
+        raise DataError(f"{originals.boxes_from} has no box of '{lacking}' of '{table.name}'. Get the original.")
     sizes = np.empty((len(rows), 2))
     for i, path in enumerate(table.paths[rows]):
         with Image.open(Path(table.root) / str(path)) as image:
@@ -105,7 +105,7 @@ def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, An
     parts.bind(data=result["dataset_fingerprint"])
     table: ImageTable = component(read_config(run_dir / CONFIG)["dataset"]["table"])
     if table.fingerprint != result["dataset_fingerprint"]:
-        raise DataError(f"{table.name} is not the data of {run_dir}; place the same images again")
+        raise DataError(f"{table.name} differs from the data of {run_dir}. Restore the same images.")
     stored = load_embeddings(run_dir / EMBEDDINGS)
     spec = EvaluationSpec(metrics=("recall_at_k",), recall_at=(1,))
     scores = evaluate(stored.queries, stored.gallery, spec, distance=distance_of_run(run_dir))

@@ -65,12 +65,12 @@ class Parts:
             )
             self._content |= {key: held[key] for key in ("bound", "parts")}
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is damaged ({error}); remove it to conduct the study again") from error
+            raise RunError(f"{path} is damaged ({error}). Remove it to run the study again.") from error
         pairs = {key: (then.get(key, "nothing"), now.get(key, "nothing")) for key in {**then, **now}}
-        if differing := [f"{key}: {a} there, {b} asked for" for key, (a, b) in pairs.items() if a != b]:
+        if differing := [f"{key}: {a} there, {b} requested" for key, (a, b) in pairs.items() if a != b]:
             raise RunError(
-                f"{path} holds a study with other settings ({'; '.join(differing)}); choose another name=..., or "
-                "remove that file"
+                f"{path} holds a study with other settings ({'; '.join(differing)}). Choose another name=..., or "
+                "remove that file."
             )
 
     def bind(self, *, data: str) -> None:
@@ -78,8 +78,8 @@ class Parts:
         held = self._content["bound"].setdefault("data", data)
         if held != data:
             raise RunError(
-                f"{self.path} was made with another data ({held:.16}, now {data:.16}); choose another name=..., or "
-                "remove that file"
+                f"{self.path} was made with other data ({held:.16}, now {data:.16}). Choose another name=..., or "
+                "remove that file."
             )
 
     def get(self, names: Sequence[str], compute: Callable[[str], Any], *, describe: str) -> dict[str, Any]:

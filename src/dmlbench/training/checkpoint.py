@@ -19,10 +19,10 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     try:
         atomic_write(path, buffer.getbuffer())
     except OSError as error:
-        kept = "the checkpoint before it is whole" if path.exists() else "there is no earlier one"
+        kept = "The previous checkpoint is intact" if path.exists() else "No earlier checkpoint exists"
         raise RunError(
-            f"cannot write the checkpoint {path} ({len(buffer.getbuffer())} bytes): {error.strerror or error}; {kept}; "
-            "free the space or fix the permissions, then start the same command again"
+            f"cannot write the checkpoint {path} ({len(buffer.getbuffer())} bytes): {error.strerror or error}. "
+            f"{kept}. Free disk space or fix the permissions, then start the same command again."
         ) from error
 
 
@@ -35,15 +35,15 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"its record {damaged} is not what was written")
+                raise zipfile.BadZipFile(f"the checksum of its record {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError, ... for a damaged file
         raise RunError(
-            f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {reason_of(error)}; it is "
-            "truncated, damaged or not a checkpoint of dmlbench; delete the checkpoints of this run to start it again"
+            f"the checkpoint {path} ({os.path.getsize(path)} bytes) cannot be read: {reason_of(error)}. It is "
+            "truncated, damaged or not a checkpoint of dmlbench. Delete the checkpoints of this run to restart it."
         ) from error
     if not isinstance(state, dict):
-        raise RunError(f"{path} holds a {type(state).__name__}, not a checkpoint; delete it to start again")
+        raise RunError(f"{path} contains a {type(state).__name__}, not a checkpoint. Delete it to restart the run.")
     return state

@@ -60,15 +60,15 @@ class DeferredMetrics:
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
             if self._skipped_in_a_row == MAX_SKIPPED:
                 raise Diverged(
-                    f"fit.precision: got fp16, but no gradient of the {MAX_SKIPPED} steps up to step {step} is finite. "
-                    "Set fit.precision=bf16 or float32."
+                    f"fit.precision: got fp16, but the gradients of all {MAX_SKIPPED} steps up to step {step} are not "
+                    "finite. Set fit.precision=bf16 or float32."
                 )
             for finite in (*(losses for losses, _ in batches), {} if is_skipped else {"gradient norm": norm}):
                 if not all(map(math.isfinite, finite.values())):
                     listing = ", ".join(f"{name} = {value}" for name, value in finite.items())
                     raise Diverged(
-                        f"training stopped at step {step}: {listing}; lower optim.lr, set fit.clip_norm, or look at "
-                        "the last lines of history.csv"
+                        f"training stopped at step {step}: {listing}. Lower optim.lr, set fit.clip_norm, or look at "
+                        "the last lines of history.csv."
                     )
         members: dict[str, list[float]] = {}
         for losses, noted in read[-1]:

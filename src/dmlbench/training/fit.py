@@ -106,7 +106,10 @@ class FitSettings:
             given = {name: getattr(self, name) for name in names}
             check_at_least(least, **{f"fit.{name}": value for name, value in given.items() if value is not None})
         if self.sync_batch_norm and self.processes == 1:
-            raise ConfigError("fit.sync_batch_norm: got true, expected false with one process. Start torchrun.")
+            raise ConfigError(
+                "fit.sync_batch_norm: got true, expected false with one process. Start the run with torchrun, or set "
+                "fit.sync_batch_norm=false."
+            )
         for name in ("clip_norm", "clip_value"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"fit.{name}: got {value}, expected a positive number or null.")
@@ -123,9 +126,12 @@ class FitSettings:
             raise ConfigError(f"fit.warmup_steps: got {self.warmup_steps}, expected below max_steps={self.max_steps}.")
         for name in self.warmup_frozen:
             if name not in GROUPS:
-                raise ConfigError(f"fit.warmup_frozen names the group '{name}': {closest(name, GROUPS)}")
+                raise ConfigError(f"fit.warmup_frozen: got the unknown group '{name}': {closest(name, GROUPS)}")
         if self.warmup_steps and not self.warmup_frozen and not self.reset_after_warmup:
-            raise ConfigError("fit.warmup_frozen: got no group. Name groups, or set fit.warmup_steps=0.")
+            raise ConfigError(
+                f"fit.warmup_frozen: got no group with fit.warmup_steps={self.warmup_steps}. Add groups such as "
+                "backbone, or set fit.warmup_steps=0."
+            )
 
 
 @dataclass
@@ -255,7 +261,7 @@ def fit(
                 momentum_encoder.update()
             step_schedule(scheduled, score=None)
             if step == settings.warmup_steps:
-                log.info("step %d: warm-up over, the whole network trains from here", step)
+                log.info("step %d: warm-up over, training the whole network", step)
                 if settings.reset_after_warmup:
                     optimizer.state.clear()
 
@@ -293,7 +299,7 @@ def fit(
     if state.skipped_steps:
         log.info("fp16: %d of %d steps skipped, as gradients were not finite", state.skipped_steps, state.step)
     if not goes_on:
-        raise Pruned(f"{run_dir} was pruned at step {state.step}; the same config resumes it", state.step)
+        raise Pruned(f"{run_dir} was pruned at step {state.step}. The same config resumes it.", state.step)
     if not settings.max_steps:
         state.stop_reason = "untrained"
         if ranks.is_first:
@@ -430,8 +436,8 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str, ran
     if saved.get("data_fingerprint") != data_fingerprint:
         raise RunError(
             f"{run_dir / LAST} was trained on other data (fingerprint {saved.get('data_fingerprint')!r:.16}, now "
-            f"{data_fingerprint!r:.16}); delete it to start this run from its beginning, or choose another "
-            "paths.output_dir or dataset.name"
+            f"{data_fingerprint!r:.16}). Delete it to restart this run, or choose another paths.output_dir or "
+            "dataset.name."
         )
     try:
         for name, part in parts.items():
@@ -441,13 +447,13 @@ def _restore(run_dir: Path, parts: Mapping[str, Any], data_fingerprint: str, ran
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise RunError(
-            f"{run_dir / LAST} does not fit this configuration: {reason}; delete it to start this run again"
+            f"{run_dir / LAST} does not fit this configuration: {reason}. Delete it to restart this run."
         ) from error
     if state.best_step == state.step:  # the process may have died before it wrote best.ckpt
         if ranks.is_first:
             _save_best(run_dir, state, parts)
     elif state.best_step and not (run_dir / BEST).exists():
-        raise RunError(f"{run_dir / BEST} is gone; delete {LAST} too, to start this run from its beginning")
+        raise RunError(f"{run_dir / BEST} is missing. Delete {LAST}, too, to restart this run.")
     best = f"best {state.best_score:.4f} at step {state.best_step}" if state.best_step else "no validation yet"
     log.info("resumed at step %d (%s)", state.step, best)
     return state

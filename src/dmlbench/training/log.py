@@ -67,7 +67,7 @@ class History:
 
 def read_history(path: Path) -> list[tuple[int, str, float]]:
     """Read a ``history.csv``, without a last line that a kill cut off."""
-    remedy = "remove it, or the run's checkpoints to start the run again"
+    remedy = "Delete it, or delete the run's checkpoints to restart the run."
     if not path.exists():
         return []
     require_file(path)
@@ -77,7 +77,7 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
         if header != _HEADER:
             raise csv.Error(f"its first line is not {','.join(_HEADER)}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RunError(f"{path} cannot be read ({error}); {remedy}") from error
+        raise RunError(f"{path} cannot be read ({error}). {remedy}") from error
     rows: list[tuple[int, str, float]] = []
     for i, row in enumerate(lines):
         try:
@@ -87,7 +87,7 @@ def read_history(path: Path) -> list[tuple[int, str, float]]:
             rows.append((int(step), name, value))
         except ValueError:
             if i < len(lines) - 1:
-                raise RunError(f"{path} is damaged in line {i + 2}; {remedy}") from None
+                raise RunError(f"{path} is damaged in line {i + 2}. {remedy}") from None
     return rows
 
 
@@ -133,8 +133,8 @@ class TensorBoardLogger:
         except OSError as error:
             self._writer = None  # closing it would try to write again
             raise RunError(
-                f"{self._folder} cannot be written: {error}; fix it, or go on with logger=null, and start the same "
-                "command again to continue"
+                f"{self._folder} cannot be written: {error}. Fix the cause or set logger=null, then start the same "
+                "command again to resume."
             ) from error
 
 
@@ -163,7 +163,10 @@ class WandbLogger:
 
             known = [name for name in inspect.signature(wandb.init).parameters if name not in _WANDB_SET]
             for name in self._init.keys() - set(known):
-                raise ConfigError(f"logger.wandb.init.{name} is not an argument to give here: {closest(name, known)}")
+                raise ConfigError(
+                    f"logger.wandb.init.{name} is not an argument of wandb.init, or dmlbench sets it: "
+                    f"{closest(name, known)}"
+                )
 
     def start(self, step: int) -> None:
         import wandb
@@ -217,8 +220,8 @@ class WandbLogger:
                 if failed is not None:
                     failed.finish(exit_code=1)
             raise RunError(
-                f"Weights & Biases has failed in {self._run_dir / 'wandb'}: {error}; fix it, or go on with "
-                "logger.wandb.mode=offline or logger=null, and start the same command again to continue"
+                f"Weights & Biases failed in {self._run_dir / 'wandb'}: {error}. Fix the cause or set "
+                "logger.wandb.mode=offline or logger=null, then start the same command again to resume."
             ) from error
 
 
@@ -285,4 +288,7 @@ class MlflowLogger:
             yield
         except (OSError, MlflowException) as error:
             self._run = ""  # closing it would fail again
-            raise RunError(f"MLflow failed at {self._uri}: {error}. Fix it, or set logger=null, and resume.") from error
+            raise RunError(
+                f"MLflow failed at {self._uri}: {error}. Fix the cause or set logger=null, then start the same "
+                "command again to resume."
+            ) from error

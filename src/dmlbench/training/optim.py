@@ -37,14 +37,16 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.lr <= torch.finfo(torch.float32).max:
-            raise ConfigError(f"optim.lr ({self.lr}) must be positive, and small enough for float32")
+            raise ConfigError(f"optim.lr: got {self.lr}, expected a positive number in the range of float32.")
         if self.weight_decay < 0:
-            raise ConfigError(f"optim.weight_decay ({self.weight_decay}) must not be negative")
+            raise ConfigError(f"optim.weight_decay: got {self.weight_decay}, expected at least 0.")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ConfigError(f"optim.layer_decay: got {self.layer_decay}, expected a number in (0, 1] or null.")
         for name, factor in self.lr_multipliers.items():
             if not factor >= 0:
-                raise ConfigError(f"optim.lr_multipliers.{name} ({factor}) must be at least 0; 0 does not train it")
+                raise ConfigError(
+                    f"optim.lr_multipliers.{name}: got {factor}, expected at least 0. With 0, it is not trained."
+                )
 
 
 def parameter_groups(model_groups: NamedGroups, objective: nn.Module) -> dict[str, list[tuple[str, Parameter]]]:
@@ -89,11 +91,11 @@ def make_optimizer(
     groups = _with_modules_of_loss(groups, own)
     for name in settings.without_decay:
         if name not in GROUPS:
-            raise ConfigError(f"optim.without_decay names the group '{name}': {closest(name, GROUPS)}")
+            raise ConfigError(f"optim.without_decay: got the unknown group '{name}': {closest(name, GROUPS)}")
     decay = settings.layer_decay
     if decay is not None and (not layers or not groups.get("backbone")):
         raise ConfigError(
-            f"optim.layer_decay: got {decay} with a frozen backbone, expected null. Unfreeze it, or set null."
+            f"optim.layer_decay: got {decay} with a frozen backbone, expected null. Unfreeze the backbone or set null."
         )
     of_normalization = {
         id(p)
@@ -131,12 +133,12 @@ def make_optimizer(
                 }
             )
     if not result:
-        raise ConfigError("the model has no trainable parameter; unfreeze part of it or use fit=untrained")
+        raise ConfigError("the model has no trainable parameters. Unfreeze part of it or set fit=untrained.")
     return settings.optimizer(result)
 
 
 def _with_modules_of_loss(groups: NamedGroups, modules: Iterable[str]) -> dict[str, list[tuple[str, Parameter]]]:
-    """Groups, out of whose "loss" the parameters of ``modules`` go to groups of their own."""
+    """Move the parameters of ``modules`` from the group "loss" to one group per module."""
     result = {group: list(members) for group, members in groups.items()}
     for module in modules:
         of_loss = result.get("loss", [])
@@ -144,7 +146,7 @@ def _with_modules_of_loss(groups: NamedGroups, modules: Iterable[str]) -> dict[s
         if not result[module]:
             known = {name.split(".")[2] for name, _ in of_loss if name.count(".") > 2}
             raise ConfigError(
-                f"optim.lr_multipliers: got '{module}', which is neither a group nor a module of this loss: "
+                f"optim.lr_multipliers: got '{module}', expected a group or a module of this loss: "
                 f"{closest(module, [*GROUPS, *sorted(known)])}"
             )
         result["loss"] = [member for member in of_loss if not member[0].startswith(f"objective.loss.{module}.")]
@@ -179,17 +181,18 @@ def frozen(
 
 
 def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
-    """Raise ConfigError if the groups are all that trains, or if nothing of them does."""
+    """Raise ConfigError if the groups contain all trainable parameters, or none."""
     parameters = [p for module in (model, objective) for p in module.parameters() if p.requires_grad]
     with frozen(groups, model, objective):
         if groups and all(p.requires_grad for p in parameters):
             raise ConfigError(
-                f"fit.warmup_frozen: got {', '.join(groups)}, which have nothing to train. Set fit.warmup_steps=0."
+                f"fit.warmup_frozen: got {', '.join(groups)}, expected a group with trainable parameters. Set "
+                "fit.warmup_steps=0."
             )
         if not any(p.requires_grad for p in parameters):
             raise ConfigError(
-                f"fit.warmup_frozen ({', '.join(groups)}) freezes every trainable parameter of this model and loss; "
-                "take a group out of it or set fit.warmup_steps=0"
+                f"fit.warmup_frozen: got {', '.join(groups)}, which freezes every trainable parameter of the model "
+                "and loss. Remove a group or set fit.warmup_steps=0."
             )
 
 
@@ -273,7 +276,7 @@ def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
         return
     if any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
         raise ConfigError(
-            f"fit.clip_form: got decayed with {type(optimizer).__name__}, whose decay is not in the gradient. "
+            f"fit.clip_form: got decayed with {type(optimizer).__name__}, which does not add decay to the gradient. "
             "Set fit.clip_form=plain or optim=adam."
         )
     decays = [group["weight_decay"] for group in optimizer.param_groups]

@@ -56,10 +56,11 @@ def load_plan(path: Path) -> Plan:
         return Plan(float(values["epochs"]), changes)
     except FileNotFoundError:
         raise RunError(
-            f"{path} is not there: run stage 1 of this config and repeat first (protocol.stage=1, all else as here)"
+            f"{path} does not exist. Run stage 1 of this config and repeat first: set protocol.stage=1 and change "
+            "nothing else."
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is no training plan ({error}); delete its run and run stage 1 again") from error
+        raise RunError(f"{path} is not a training plan ({error}). Delete its run and run stage 1 again.") from error
 
 
 def replayed(optimizer: Optimizer, plan: Plan, *, steps_per_epoch: int) -> LambdaLR:

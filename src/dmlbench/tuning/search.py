@@ -134,8 +134,8 @@ def _checked(search: Search, compose: Compose) -> dict[str, str]:
     for run in (*bases, *(compose(search.of_run(search.values(point), 0)) for point in others)):
         if run.protocol != "hpo":
             raise ConfigError(
-                f"protocol={run.protocol} is for reporting, and chosen values would have seen its data. Leave protocol "
-                "out: tune searches under protocol=hpo."
+                f"protocol: got {run.protocol}, expected hpo, because tuning must not see the data of reported scores. "
+                "Leave protocol out."
             )
         run.check()
     sampling = [search.seed, search.startup_trials] if search.method == "tpe" else [search.method]
@@ -175,8 +175,8 @@ def _open(search: Search, identity: Mapping[str, str]) -> "Study":
     if differing := [key for key, value in identity.items() if held.get(key) != value]:
         was = f", begun with {held['overrides']}" if "runs" in differing else ""
         raise RunError(
-            f"{search.folder} holds a search with other settings (of {'; '.join(differing)}){was}. Choose another "
-            "name, or remove that folder: its runs stay, and are not trained again."
+            f"{search.folder} holds a search with other settings ({'; '.join(differing)}){was}. Choose another name, "
+            "or remove that folder: its runs stay and are not trained again."
         )
     return study
 
@@ -330,7 +330,7 @@ def outcomes(search: Search, study: "Study") -> list[Outcome]:
         found.append(Outcome(trial.number, state, values, score, own.steps, own.runs, own.note))
     if len(data) > 1:
         raise RunError(
-            f"trials of {search.folder} are of different data ({' and '.join(data.values())}). Search again under "
+            f"trials of {search.folder} used different data ({' and '.join(data.values())}). Search again under "
             "another name."
         )
     return found
@@ -368,7 +368,7 @@ def _stored_score(
         try:
             result = read_result(run_dir)
         except RunError as error:
-            raise RunError(f"{what}: {error}, or search under another name") from error
+            raise RunError(f"{what}: {error} Restore the run, or search under another name.") from error
         require_own_place(run_dir, result)
         used = flatten(read_config(run_dir / CONFIG)) | result["choices"]
         for key, value in values.items():
@@ -380,7 +380,7 @@ def _stored_score(
     score = float(sum(scores) / len(scores))
     if score != trial.value:
         raise RunError(
-            f"{what} had {trial.value}, but its runs ({', '.join(runs)}) now have {score}. Search again under another "
-            "name."
+            f"{what} had the score {trial.value}, but its runs ({', '.join(runs)}) now have {score}. Search again "
+            "under another name."
         )
     return score

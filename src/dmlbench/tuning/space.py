@@ -89,7 +89,9 @@ def make_space(node: Mapping[str, Any], chosen: Mapping[str, str | None]) -> tup
         raise ConfigError(f"space has nothing to search. Name keys of a run, such as space={{optim.lr: {_BOUNDS}}}.")
     for key in found:
         if inner := next((other for other in found if other.startswith(f"{key}.")), None):
-            raise ConfigError(f"space searches {key} and {inner}, which not each option of {key} has. Search one.")
+            raise ConfigError(
+                f"space: got both {key} and {inner}, but not every option of {key} has {inner}. Search one of them."
+            )
     return tuple(found.values())
 
 

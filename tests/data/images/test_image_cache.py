@@ -148,7 +148,7 @@ def test_damaged_pixels_are_an_error_that_names_the_file(table: ImageTable, tmp_
     content[int(cached._index["offset"][cached._position[2]]) + 5] ^= 1
     cached.path.write_bytes(content)
     cached.read(1)
-    with pytest.raises(DataError, match=rf"the image cache '{cached.path}' is damaged; remove it"):
+    with pytest.raises(DataError, match=rf"the image cache '{cached.path}' is damaged\. Remove it"):
         cached.read(2)
 
 

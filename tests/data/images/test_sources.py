@@ -49,9 +49,9 @@ def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | str | Non
 @pytest.mark.parametrize(
     ("pixel", "message"),
     [
-        (np.float32(1), "floating point"),
-        (np.int32(65536), r"holds values from 0 to 65536; convert it to 8 or 16 bits"),
-        (np.int32(-1), "holds values from -1 to 0"),
+        (np.float32(1), "floating-point"),
+        (np.int32(65536), r"has values from 0 to 65536, expected 0 to 65535\. Convert it to 8 or 16 bits"),
+        (np.int32(-1), "has values from -1 to 0"),
     ],
 )
 def test_pixels_beyond_16_bits_are_refused(tmp_path: Path, pixel: np.generic, message: str) -> None:

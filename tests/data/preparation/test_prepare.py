@@ -127,12 +127,12 @@ def test_an_archive_is_extracted_and_found_wherever_it_was(tmp_path: Path, archi
 
 def test_another_checksum_is_an_error_unless_accepted_and_then_recorded(tmp_path: Path) -> None:
     archive = birds(tmp_path / "data", files={"flowers/1.jpg": b"1"})
-    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz' holds no layout of CUB-200-2011 that is known"):
+    with pytest.raises(DataError, match=r"CUB_200_2011\.tgz': got no known layout of CUB-200-2011, expected"):
         prepare(source_of(archive), tmp_path / "data")
     source, published = source_of(archive), hashlib.md5(archive.read_bytes()).hexdigest()
     birds(tmp_path / "data")
     found = hashlib.md5(archive.read_bytes()).hexdigest()
-    message = rf"has md5 {found} \(\d+ bytes\), but the published CUB_200_2011.tgz has {published}"
+    message = rf"got MD5 {found} \(\d+ bytes\), expected the published {published} of CUB_200_2011\.tgz"
     with pytest.raises(DataError, match=message):
         prepare(source, tmp_path / "data", download=False)
     assert visible(tmp_path / "data") == ["CUB_200_2011.tgz"]
@@ -144,18 +144,28 @@ def test_another_checksum_is_an_error_unless_accepted_and_then_recorded(tmp_path
 @pytest.mark.parametrize(
     ("name", "there", "given", "message"),
     [
-        ("cars196", [], [], r"nor is car_ims\.tgz, cars_annos\.mat; the publisher's links are dead"),
-        ("cars196", ["cars_annos.mat"], [], r"nor is car_ims\.tgz; cars_annos\.mat is there"),
-        ("cars196", ["cars_train.tgz"], [], r"nor is cars_test\.tgz, car_devkit\.tgz, cars_test_annos_withlabels\.mat"),
-        ("cub200", [], ["nothing.tgz"], r"nothing\.tgz' is no file; correct archives"),
-        ("cub200", ["CUB_200_2011.tgz", "cub200/mine.txt"], [], r"has md5 \w+ \(4 bytes\), but the published"),
-        ("omniglot", ["foo.zip"], ["foo.zip"], "must have its published name"),
-        ("omniglot", ["omniglot/images_background.zip"], [], r"nor is images_evaluation\.zip; images_background"),
+        ("cars196", [], [], r": missing car_ims\.tgz, cars_annos\.mat\. By hand: the publisher's links are dead"),
+        ("cars196", ["cars_annos.mat"], [], r": found cars_annos\.mat, missing car_ims\.tgz\."),
+        (
+            "cars196",
+            ["cars_train.tgz"],
+            [],
+            r"missing cars_test\.tgz, car_devkit\.tgz, cars_test_annos_withlabels\.mat",
+        ),
+        ("cub200", [], ["nothing.tgz"], r"archives: got '.*nothing\.tgz', expected a file"),
+        ("cub200", ["CUB_200_2011.tgz", "cub200/mine.txt"], [], r"got MD5 \w+ \(4 bytes\), expected the published"),
+        ("omniglot", ["foo.zip"], ["foo.zip"], r"foo\.zip', expected a published name"),
+        (
+            "omniglot",
+            ["omniglot/images_background.zip"],
+            [],
+            r"found images_background\.zip, missing images_evaluation\.zip",
+        ),
         (
             "omniglot",
             ["omniglot/images_background.zip", "omniglot/images_evaluation.zip"],
             [],
-            r"images_background\.zip' has md5 \w+ \(4 bytes\), .* download it again",
+            r"images_background\.zip': got MD5 \w+ \(4 bytes\), .* Download it again",
         ),
     ],
 )
@@ -181,7 +191,7 @@ def test_several_files_make_one_folder(tmp_path: Path) -> None:
 def test_a_missing_archive_is_downloaded_and_extracted(tmp_path: Path, link: str) -> None:
     source = source_of(tmp_path / "server" / "CUB_200_2011.tgz", link)
     lines: list[str] = []
-    with pytest.raises(DataError, match=r"nor is CUB_200_2011\.tgz"):
+    with pytest.raises(DataError, match=r"missing CUB_200_2011\.tgz"):
         prepare(source, tmp_path / "data", download=False)
     made = prepare(source, tmp_path / "data", report=lines.append)
     assert made.folder == tmp_path / "data" / "cub200" / "CUB_200_2011"
@@ -205,7 +215,7 @@ def test_links_are_tried_in_turn_and_a_wrong_file_is_no_archive(
 
 def test_a_data_set_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
     source = source_of(birds(tmp_path))
-    with FileLock(tmp_path / ".cub200.lock"), pytest.raises(DataError, match="another process prepares"):
+    with FileLock(tmp_path / ".cub200.lock"), pytest.raises(DataError, match="another process is preparing"):
         prepare(source, tmp_path)
     assert not (tmp_path / "cub200").exists()
     assert not prepare(source, tmp_path).was_there
@@ -288,14 +298,14 @@ def test_an_encrypted_zip_asks_for_its_password(tmp_path: Path) -> None:
     for magic, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         content[content.index(magic) + flags] |= 1
     (tmp_path / "a.zip").write_bytes(content)
-    check_rejected(tmp_path / "a.zip", r"encrypted.*give password=<word>")
+    check_rejected(tmp_path / "a.zip", r"encrypted.*Pass password=<word>")
 
 
 def test_a_folder_that_was_not_made_from_the_archive_stays(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mine.txt").write_text("mine")
     first = hashed(zip_of(tmp_path / "a.zip", FILES))
-    with pytest.raises(DataError, match="was not made by dmlbench; move it away"):
+    with pytest.raises(DataError, match=r"was not made by dmlbench\. Move it away"):
         extract(first, tmp_path / "set")
     assert content_of(tmp_path / "set") == {"mine.txt": b"mine"}
     extract(first, tmp_path / "other")

@@ -110,7 +110,7 @@ def test_without_classes_of_the_test_images_the_file_to_get_is_named(tmp_path: P
     if not has_boxes:
         (tmp_path / "devkit/cars_test_annos.mat").unlink()
     found = r"'.*cars_test_annos\.mat' has boxes but no classes" if has_boxes else "there is no list of its images"
-    with pytest.raises(DataError, match=found + r"; put cars_test_annos_withlabels\.mat into '.*devkit'"):
+    with pytest.raises(DataError, match=found + r"\. Put cars_test_annos_withlabels\.mat into '.*devkit'"):
         cars196(tmp_path, check_counts=False)
 
 
@@ -123,18 +123,22 @@ def test_a_list_of_the_test_images_that_has_classes_is_enough_under_its_plain_na
 def test_an_unknown_class_folder_is_named_with_the_nearest_class(tmp_path: Path) -> None:
     write_folders(tmp_path)
     touch(tmp_path / "Audi V8 Sedan 1949" / "1.jpg")
-    with pytest.raises(DataError, match=r"Audi V8 Sedan 1949' holds images .* \(nearest is 'Audi V8 Sedan 1994'\)"):
+    with pytest.raises(DataError, match=r"Audi V8 Sedan 1949' has images .* \(nearest is 'Audi V8 Sedan 1994'\)"):
         cars196(tmp_path, check_counts=False)
 
 
 @pytest.mark.parametrize(
     ("fields", "names", "message"),
     [
-        ({"relative_im_path": ["a.jpg"], "class": [0]}, NAMES, "has classes from 0 to 0, but they count from 1 to 196"),
-        ({"relative_im_path": ["a.jpg"], "class": [197]}, NAMES, "has classes from 197 to 197, but"),
-        ({"fname": ["1.jpg"]}, NAMES, r"cannot read its annotations '.*cars_annos\.mat'"),
-        ({}, sorted(NAMES), "does not name the 196 published classes in their order"),
-        ({}, NAMES[:-1], "does not name the 196 published classes in their order"),
+        (
+            {"relative_im_path": ["a.jpg"], "class": [0]},
+            NAMES,
+            "got classes from 0 to 0, expected classes from 1 to 196",
+        ),
+        ({"relative_im_path": ["a.jpg"], "class": [197]}, NAMES, "got classes from 197 to 197, expected"),
+        ({"fname": ["1.jpg"]}, NAMES, r"cannot read the annotations '.*cars_annos\.mat'"),
+        ({}, sorted(NAMES), "does not list the 196 published classes in their order"),
+        ({}, NAMES[:-1], "does not list the 196 published classes in their order"),
     ],
 )
 def test_faulty_annotations_are_named(tmp_path: Path, fields: dict[str, Any], names: Any, message: str) -> None:

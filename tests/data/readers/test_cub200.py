@@ -92,7 +92,7 @@ def test_missing_lists_are_named_even_where_class_folders_would_do(tmp_path: Pat
     write_lists(tmp_path)
     (tmp_path / "image_class_labels.txt").unlink()
     with pytest.raises(
-        DataError, match=r"nearest is .*, which lacks image_class_labels\.txt; .*unpack CUB_200_2011\.tgz"
+        DataError, match=r"nearest is .*, which lacks image_class_labels\.txt\. .*Unpack CUB_200_2011\.tgz"
     ):
         cub200(tmp_path, check_counts=False)
 
@@ -100,10 +100,18 @@ def test_missing_lists_are_named_even_where_class_folders_would_do(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("images.txt", "3 a.jpg\n99 b.jpg\n", r"line 2 of '.*' has the image_id '99', expected one of image_c"),
-        ("image_class_labels.txt", "3 1\n4 77\n", r"line 2 of .* has the class_id '77', expected one of classes"),
-        ("classes.txt", "1 a\n100 b\n101 c\n200 d\n201 e\n", "line 5 of .* has the class_id '201', expected 1 to 200"),
-        ("bounding_boxes.txt", "3 1 1 5 5\n4 1 nan 5 5\n", r"line 2 of '.*' has the y 'nan', expected a number"),
+        (
+            "images.txt",
+            "3 a.jpg\n99 b.jpg\n",
+            r"line 2 of '.*': got the image_id '99', expected one of the ids in image_c",
+        ),
+        (
+            "image_class_labels.txt",
+            "3 1\n4 77\n",
+            r"line 2 of .*: got the class_id '77', expected one of the ids in classes",
+        ),
+        ("classes.txt", "1 a\n100 b\n101 c\n200 d\n201 e\n", "line 5 of .*: got the class_id '201', expected 1 to 200"),
+        ("bounding_boxes.txt", "3 1 1 5 5\n4 1 nan 5 5\n", r"line 2 of '.*': got the y 'nan', expected a number"),
         ("images/201.Nothing/x.jpg", "", None),  # no list names it
     ],
 )
@@ -121,8 +129,8 @@ def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("201.Nothing/x.jpg", "201.Nothing' holds images but is no class of CUB-200-2011"),
-        ("Albatross/x.jpg", "Albatross' holds images but is no class of CUB-200-2011"),
+        ("201.Nothing/x.jpg", "201.Nothing' has images but is not a class of CUB-200-2011"),
+        ("Albatross/x.jpg", "Albatross' has images but is not a class of CUB-200-2011"),
         ("001.Alca/x.jpg", "class 1 of CUB-200-2011 has the folders '001.Albatross' and '001.Alca'"),
     ],
 )
@@ -138,7 +146,7 @@ IDS = {2010: ("2950163169", "xxx"), 2011: ("796111", "18")}
 
 def test_one_image_in_both_parts_of_a_split_is_an_error(tmp_path: Path) -> None:
     touch(tmp_path, ["train/001.Albatross/a.jpg", "test/001.Albatross/a.jpg"])
-    with pytest.raises(DataError, match=r"'001\.Albatross/a\.jpg' is in several of train, test"):
+    with pytest.raises(DataError, match=r"'001\.Albatross/a\.jpg' is in more than one of train, test"):
         cub200(tmp_path, check_counts=False)
 
 
@@ -203,7 +211,7 @@ def test_a_folder_with_both_editions_gives_each_its_own(
 def test_images_of_both_editions_in_one_folder_are_refused_by_both(tmp_path: Path) -> None:
     touch(tmp_path, images_of(2010) + images_of(2011))
     for reader in (cub200_2010, cub200):
-        with pytest.raises(DataError, match=r"mixes 8 images of .* and 8 of .*; keep one"):
+        with pytest.raises(DataError, match=r"mixes 8 images of .* and 8 of .*\. Keep one"):
             reader(tmp_path, check_counts=False)
 
 

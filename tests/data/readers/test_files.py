@@ -45,9 +45,9 @@ def test_count_and_header_are_read_and_lines_keep_their_numbers(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "has_head", "message"),
     [
-        ("1 a\n\n2\n", False, "line 3 of '.*' has 1 columns, expected 2 \\(id path\\)"),
-        ("", False, "lists nothing"),
-        (b"1 a\n2 \xe9.jpg\n", False, "line 2 of '.*' is not UTF-8 text; save the list as UTF-8"),
+        ("1 a\n\n2\n", False, "line 3 of '.*': got 1 columns, expected 2 \\(id path\\)"),
+        ("", False, "has no entries"),
+        (b"1 a\n2 \xe9.jpg\n", False, r"line 2 of '.*' is not UTF-8 text\. Save the list as UTF-8"),
         ("1 a\n2 b\n".encode("utf-16"), False, "line 1 of '.*' is not UTF-8"),
         ("1\n1 a\n", True, r"begins with \[\['1'\], \['1', 'a'\]\], expected .*'id', 'path'"),
         ("3\nid path\n1 a\n2 b\n", True, r"begins with \[\['3'\].*, expected \[\['2'\]"),
@@ -64,11 +64,11 @@ def test_a_malformed_list_is_named_with_its_line(
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (("1", "x"), "line 2 of '.*' has the id 'x', expected a whole number"),
-        (("1", "1.5"), "line 2 of '.*' has the id '1.5', expected a whole number"),
-        (("1", "9" * 30), "line 2 of '.*' has the id '9{30}', expected a whole number"),
-        (("0", "1"), "line 1 of '.*' has the id '0', expected a whole number from 1"),
-        (("5", "5"), "line 2 of '.*' has the id '5', expected each once"),
+        (("1", "x"), "line 2 of '.*': got the id 'x', expected a whole number"),
+        (("1", "1.5"), "line 2 of '.*': got the id '1.5', expected a whole number"),
+        (("1", "9" * 30), "line 2 of '.*': got the id '9{30}', expected a whole number"),
+        (("0", "1"), "line 1 of '.*': got the id '0', expected a whole number of at least 1"),
+        (("5", "5"), "line 2 of '.*': got the id '5', expected each value once"),
     ],
 )
 def test_ids_at_fault_are_named_with_their_line(tmp_path: Path, ids: tuple[str, str], message: str) -> None:
@@ -137,7 +137,7 @@ def test_references_to_outside_are_refused() -> None:
 
     buffer = io.BytesIO()
     Pickler(buffer).dump([7])
-    with pytest.raises(DataError, match="outside of itself"):
+    with pytest.raises(DataError, match="it refers to external objects"):
         read_pickle(buffer.getvalue(), name="x")
 
 
@@ -155,7 +155,7 @@ def test_references_to_outside_are_refused() -> None:
     ],
 )
 def test_damaged_and_endless_pickles_are_one_message(content: bytes, message: str) -> None:
-    with pytest.raises(DataError, match=rf"{message}.*put the original file there"):
+    with pytest.raises(DataError, match=rf"{message}.*Replace it with the original file"):
         read_pickle(content, name="damaged")
 
 

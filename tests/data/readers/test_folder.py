@@ -24,7 +24,7 @@ def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path, caplog: pytest.L
     (tmp_path / "b" / "notes.txt").write_text("nor is this")
     (tmp_path / "empty").mkdir()
     table = folder(tmp_path, name="mine")
-    assert f"empty of '{tmp_path}' hold no images, so they are no classes" in caplog.text
+    assert f"empty of '{tmp_path}' have no images and are ignored" in caplog.text
     assert table.name == "mine"
     assert table.class_names == ("a", "b", "c", "d", "train")  # a class may be a train
     assert table.paths.tolist() == ["a/x/deep.png", "b/1.png", "b/2.JPG", "c/1.png", "d/1.png", "train/1.png"]
@@ -60,9 +60,9 @@ def test_folders_by_role_set_the_roles(tmp_path: Path, paths: list[str]) -> None
         ),
         (
             ["train/a/1.png", "train/b/1.png", "test/b/2.png"],
-            "1 class both to train and to test on: b; .* merge them",
+            r"1 class in both the train and the test half \(b\), expected none\. .* merge them",
         ),
-        (["train/a/1.png", "query/a/2.png", "gallery/a/3.png"], "1 class both to train and to test on: a"),
+        (["train/a/1.png", "query/a/2.png", "gallery/a/3.png"], r"1 class in both the train and the test half \(a\)"),
     ],
 )
 def test_a_tree_that_cannot_be_understood_is_an_error(tmp_path: Path, paths: list[str], message: str) -> None:
@@ -75,7 +75,7 @@ def test_a_tree_that_cannot_be_understood_is_an_error(tmp_path: Path, paths: lis
 def test_a_link_that_leads_back_is_refused(tmp_path: Path, target: str) -> None:
     write_images(tmp_path, ["a/1.png", "b/1.png"])
     (tmp_path / "a" / "link").symlink_to(target)
-    with pytest.raises(DataError, match=r"a/link' leads back to"):
+    with pytest.raises(DataError, match=r"a/link' links back to"):
         folder(tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: p
         "d/1.png": "test",
         "é/1.png": "train",
     }
-    assert "1 classes are in neither list: a" in caplog.text
+    assert "1 classes are in neither list and are ignored: a" in caplog.text
     assert folder(tmp_path, train_classes="first.txt").class_names == ("é", "b#2", "a", "c", "d")
     assert folder(tmp_path, test_classes="second.txt").class_names == ("a", "b#2", "é", "d", "c")
 
@@ -125,7 +125,7 @@ def test_nested_and_loose_images_are_reported(tmp_path: Path, caplog: pytest.Log
         table = folder(tmp_path, name="mine")
     assert np.bincount(table.labels).tolist() == [3, 1]
     assert caplog.messages == [
-        f"data set 'mine': 1 images in '{tmp_path}' are left out: they are in no class folder",
+        f"data set 'mine': 1 images in '{tmp_path}' are ignored: they are not in a class folder",
         "data set 'mine': 2 images are in subfolders of their class folders",
     ]
 
@@ -153,9 +153,9 @@ def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_pa
     ("train", "test", "message"),
     [
         ("a\nbb\n", None, r"line 2 of '.*train\.txt': unknown class 'bb'.*known: a, b, c"),
-        ("a\n\na\n", None, r"train\.txt' names 2 classes, expected one or more, each once"),
-        ("a\nb\n", "c\nb\n", r"both '.*train\.txt' and '.*test\.txt' name b; remove"),
-        ("# none\n", None, "names 0 classes"),
+        ("a\n\na\n", None, r"train\.txt': got 2 classes, expected one or more, each once"),
+        ("a\nb\n", "c\nb\n", r"both '.*train\.txt' and '.*test\.txt' list b\. List each"),
+        ("# none\n", None, "got 0 classes"),
         (None, "a\nb\nc\n", "has no class to train on"),
         ("a\nb\nc\n", None, "has no class to test on"),
     ],
@@ -170,7 +170,7 @@ def test_a_list_of_classes_at_fault_is_refused(
     with pytest.raises(DataError, match=message):
         folder(tmp_path, train_classes=train and "train.txt", test_classes=test and "test.txt")
     (tmp_path / "list.csv").write_text("path,label,role\na/1.png,a,train\n")
-    with pytest.raises(ConfigError, match=r"has roles from the list list\.csv with roles; remove"):
+    with pytest.raises(ConfigError, match=r"has roles from the list list\.csv with roles\. Remove"):
         folder(tmp_path, csv="list.csv", train_classes="list.csv")
 
 
@@ -222,7 +222,7 @@ def test_a_csv_may_give_roles_and_super_classes_and_be_separated_as_spreadsheets
         ("path,label\n1.png,a\n9.png,b\n", r"1 of 2 listed images are missing in '.*': 9\.png\. Copy them there"),
         (
             "path,label,role\n1.png,a,train\n2.png,a,test\n",
-            "both to train and to test on: a; .* leave out the column role",
+            r"in both the train and the test half \(a\), .* remove the column role",
         ),
     ],
 )

@@ -282,7 +282,7 @@ def test_an_interrupted_or_simultaneous_call_leaves_one_whole_folder(
         ([3], ["a"], {}, "got no readable image"),
         ([[[0, 256]]], ["a"], {}, "got no readable image"),
         ([[[0.5, 0.25]]], ["a"], {}, "got no readable image"),
-        (None, [0], {"revision": "main"}, "got the local '.*', expected no subset or revision"),
+        (None, [0], {"revision": "main"}, "subset, revision: got a value for the local '.*', expected null"),
     ],
 )
 def test_mistakes_end_in_one_line(

@@ -77,8 +77,8 @@ def test_images_of_the_papers_come_before_the_large_ones(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (("img/MEN/Denim/id_9/x.jpg", "id_9", "test"), r"line 9 of '.*' has the evaluation_status 'test', expected"),
-        (("MEN/Denim/id_9/x.jpg", "id_9", "train"), r"line 9 of '.*' has the image_name 'MEN.*', expected img/<gen"),
+        (("img/MEN/Denim/id_9/x.jpg", "id_9", "test"), r"line 9 of '.*': got the evaluation_status 'test', expected"),
+        (("MEN/Denim/id_9/x.jpg", "id_9", "train"), r"line 9 of '.*': got the image_name 'MEN.*', expected img/<gen"),
     ],
 )
 def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, row: tuple[str, str, str], message: str) -> None:

@@ -24,7 +24,7 @@ def find(root: Path, *layouts: Layout) -> tuple[Path, Layout]:
     names = ("birds", "birds_200")
     about = dict.fromkeys(("home", "terms", "citation", "by_hand"), "")
     layouts = layouts or (PREFERRED, OTHER)
-    return DataFolder("birds", "Birds", names, layouts, "unpack birds.tgz", published, **about, alternatives=()).find(
+    return DataFolder("birds", "Birds", names, layouts, "Unpack birds.tgz", published, **about, alternatives=()).find(
         root
     )
 
@@ -51,8 +51,8 @@ def test_where_nothing_is_found_the_message_says_what_is_nearest(tmp_path: Path)
         find(tmp_path)
     folders = [tmp_path / "/".join(("birds", "data", "data")[:depth]) for depth in range(4)]
     assert str(error.value) == (
-        f"Birds is not in {', '.join(map(repr, map(str, folders)))}; nearest is '{folders[1]}' (list.txt and "
-        "images), which lacks images; expected list.txt and images; or class folders; unpack birds.tgz"
+        f"Birds is not in {', '.join(map(repr, map(str, folders)))}. The nearest is '{folders[1]}' (list.txt "
+        "and images), which lacks images. Expected list.txt and images; or class folders. Unpack birds.tgz."
     )
 
 

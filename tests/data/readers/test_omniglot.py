@@ -87,7 +87,9 @@ def test_unpacked_folders_are_the_same_data(tmp_path: Path, in_own_folder: bool)
 
 def test_an_incomplete_archive_is_told_from_the_published_one(tmp_path: Path) -> None:
     write_archive(tmp_path / "images_evaluation.zip", BACKGROUND)
-    with pytest.raises(DataError, match=r"has 12 drawings of 4 characters; published are 13,180 of 659.*check_counts"):
+    with pytest.raises(
+        DataError, match=r"got 12 drawings of 4 characters, expected the published 13,180 of 659.*check_counts"
+    ):
         omniglot(tmp_path, cache_dir=tmp_path)
 
 
@@ -112,5 +114,5 @@ def test_the_second_small_archive_must_have_five_alphabets_of_whole_characters(t
     assert len(omniglot(tmp_path, cache_dir=tmp_path)) == 100
     for wrong, images in ((characters[:4], 20), (characters, 3)):
         write_archive(file, wrong, images=images)
-        with pytest.raises(DataError, match="published are 20 of each character of 5 alphabets"):
+        with pytest.raises(DataError, match="expected the published 20 of each character of 5 alphabets"):
             omniglot(tmp_path, cache_dir=tmp_path)

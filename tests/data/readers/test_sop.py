@@ -70,8 +70,8 @@ def test_every_layout_gives_the_same_table(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["1 1 0 x.JPG"], r"line 2 of '.*' has the super_class_id '0', expected a whole number from 1"),
-        ([TRAIN[0], "1 1 1 x.JPG"], r"line 3 of '.*' has the image_id '1', expected each once"),
+        (["1 1 0 x.JPG"], r"line 2 of '.*': got the super_class_id '0', expected a whole number of at least 1"),
+        ([TRAIN[0], "1 1 1 x.JPG"], r"line 3 of '.*': got the image_id '1', expected each value once"),
     ],
 )
 def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -96,5 +96,5 @@ def test_classes_numbered_in_another_way_are_not_the_benchmark(tmp_path: Path, m
     write_original(tmp_path)
     published = Published({"train": (3, 2), "test": (3, 2)})
     monkeypatch.setattr(reader, "FOLDER", replace(reader.FOLDER, published=published))
-    with pytest.raises(DataError, match=r"name classes up to 4, published are 1 to 22,634"):
+    with pytest.raises(DataError, match="got classes up to 4, expected the published 1 to 22,634"):
         sop(tmp_path)

@@ -58,16 +58,24 @@ def test_requested_parts_are_merged_and_unknown_ones_rejected(tmp_path: Path) ->
     assert sizes == {("train",): 8, ("val",): 4}
     assert tiny_imagenet(tmp_path, check_counts=False).paths[0] == "train/n01/images/n01_0.JPEG"
     for parts in ((), ("test",), ("train", "train"), ("train", "val", "test"), "train"):
-        with pytest.raises(ConfigError, match=r"parts \(.*\) of tiny_imagenet must be a list of train, val or both"):
+        with pytest.raises(ConfigError, match=r"parts: got .*, expected a list of train, val or both"):
             tiny_imagenet(tmp_path, parts=parts)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("wnids.txt", "n04\nn02\nn03\n", r"train/n01' is no class of '.*wnids\.txt'"),
-        ("wnids.txt", "n04\nn02\nn03\nn01\nn99\n", r"line 5 of .* has the wnid 'n99', expected one of words\.txt"),
-        ("val/val_annotations.txt", "a.JPEG n77 0 0 1 1", r"line 1 of .* has the wnid 'n77', expected one of wnids"),
+        ("wnids.txt", "n04\nn02\nn03\n", r"train/n01' is not a class of '.*wnids\.txt'"),
+        (
+            "wnids.txt",
+            "n04\nn02\nn03\nn01\nn99\n",
+            r"line 5 of .*: got the wnid 'n99', expected one of the ids in words\.txt",
+        ),
+        (
+            "val/val_annotations.txt",
+            "a.JPEG n77 0 0 1 1",
+            r"line 1 of .*: got the wnid 'n77', expected one of the ids in wnids",
+        ),
     ],
 )
 def test_a_faulty_list_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:

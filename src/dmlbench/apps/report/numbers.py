@@ -185,7 +185,7 @@ def _curves(config: ConfigSummary) -> dict[str, Any]:
     paths = config.complete
     for path in paths:
         if is_trained(path) and not (path / HISTORY).exists():
-            log.warning("%s is missing: the curves are without this run", path / HISTORY)
+            log.warning("%s is missing: the curves do not include this run", path / HISTORY)
         require_own_files(path, read_result(path), (HISTORY,))
     logged = [entry for path in paths for entry in read_history(path / HISTORY)]
     found = {}

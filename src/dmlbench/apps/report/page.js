@@ -251,7 +251,7 @@
   };
   const drawGallery = () => {
     const { gallery } = group();
-    at("gallery-note").textContent = gallery.why ? `None: ${gallery.why}.`
+    at("gallery-note").textContent = gallery.why ? `None: ${gallery.why}`
       : "The same queries for every config, searched with its first run. Plain frame: query; ✓: same class; ✗ with a dashed frame: another class.";
     if (gallery.why) return at("gallery-body").replaceChildren();
     const shown = (state.a === state.b ? [["A and B", state.a]] : [["A", state.a], ["B", state.b]]);
@@ -287,7 +287,7 @@
     const { configs, why, rows, most } = group().overlays;  // without those of equal weights
     const [note, isLeftOut] = [at("overlays-note"), typeof why === "string"];
     const shown = isLeftOut ? [] : pair().filter((i) => configs[i] || why[i]);
-    note.textContent = isLeftOut ? `None: ${why}.` : "";
+    note.textContent = isLeftOut ? `None: ${why}` : "";
     if (shown.some((i) => configs[i])) {
       note.append("Weight of each location relative to average pooling, 0 ", make("span", "", { class: "scale" }), ` ${most}; white: the same weight. `
         + "With prototypes, the color shows the nearest one. Configs with equal weights everywhere, such as average pooling, are left out.");

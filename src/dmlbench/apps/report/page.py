@@ -62,7 +62,7 @@ def that_can_be_shown(configs: Sequence[ConfigSummary]) -> list[ConfigSummary]:
     for config in configs:
         require_own_files(config.complete[0], read_result(config.complete[0]))
         if config not in shown:
-            log.warning("%s is missing: no images are shown of %s", config.complete[0] / EMBEDDINGS, config.label)
+            log.warning("%s is missing: no images are shown for %s", config.complete[0] / EMBEDDINGS, config.label)
     return [config for config in shown if numbers.has_test_images_of(configs[0], config)]
 
 
@@ -280,13 +280,13 @@ def _images(
     try:
         table = table_of_run(configs[0].complete[0], configs[0].summary)
     except DmlbenchError as error:  # tables, curves and differences need no images
-        why = {"why": f"the images are not there: {error}"}
+        why = {"why": f"the images cannot be loaded: {error}"}
         return {"gallery": nothing | why, "overlays": nothing | why}, None
     if not num_queries:
-        why = {"why": "left out: queries=0"}
+        why = {"why": "left out: queries=0."}
         return {"gallery": nothing | why, "overlays": nothing | why}, table.class_names
     gallery = _galleries(configs, table, num_queries=num_queries, num_nearest=num_nearest)
-    laid = nothing | {"why": gallery.get("why", "left out: overlays=false")}
+    laid = nothing | {"why": gallery.get("why", "left out: overlays=false.")}
     if device is not None and "queries" in gallery:
         laid = _overlays(configs, gallery["queries"][: gallery["random"]], device=device)
     return {"gallery": gallery, "overlays": laid}, table.class_names
@@ -298,7 +298,7 @@ def _galleries(
     """The same queries of every config and what is nearest to them, in its first run: random ones, then failures."""
     shown = that_can_be_shown(configs)
     if not shown:
-        return {"configs": {}, "why": "no config has kept its embeddings"}
+        return {"configs": {}, "why": "no config has kept its embeddings."}
     drawn = drawn_queries(shown, num_queries)
     sample = drawn.first(num_queries)
     chosen = np.concatenate([sample, drawn.failures(-(-num_queries // 2), after=len(sample))])
@@ -331,7 +331,7 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
     for i, config in enumerate(tqdm(configs, "overlays", unit="config", disable=not shows_progress())):
         run_dir = config.complete[0]
         if not numbers.has_test_images_of(configs[0], config):
-            why[str(i)] = f"tested on other images than {configs[0].label}"
+            why[str(i)] = f"tested on other images than {configs[0].label}."
             continue
         try:
             run = load_run(run_dir, {"num_workers": 0}, device=device)
@@ -340,7 +340,7 @@ def _overlays(configs: Sequence[ConfigSummary], rows: Sequence[int], *, device: 
                 explained[i] = found
         except DmlbenchError as error:
             if numbers.is_trained(run_dir):
-                log.warning("%s is without overlays: %s", config.label, error)
+                log.warning("no overlays for %s: %s", config.label, error)
             why[str(i)] = str(error).replace(str(run_dir), "/".join(run_dir.parts[-2:]))
     if not explained:
         return {"configs": {}, "why": why}

@@ -63,8 +63,8 @@ class TrainBatches:
     ) -> None:
         if second_views and not transform.is_random:
             raise ConfigError(
-                "second views need a random training transform; choose one, such as transform=mlrc, or leave out the "
-                "regularizer that wants them"
+                "transform.train: got one that is not random, but the regularizer compares two random views. Choose a "
+                "random one, such as transform=mlrc, or remove the regularizer."
             )
         if second_views and isinstance(images, FeatureView) and images.cache.settings.views < 2:
             raise ConfigError("feature_cache.views: got 1, but the regularizer compares two views. Set 2 or more.")
@@ -72,11 +72,12 @@ class TrainBatches:
         self._classes = np.asarray(class_index, dtype=np.int64)[table.labels]  # of table rows
         if len(sampler.labels) != len(self._rows):
             raise ConfigError(
-                f"the sampler draws from {len(sampler.labels)} labels, but there are {len(self._rows)} rows"
+                f"sampler: got {len(sampler.labels)} labels, expected {len(self._rows)}, one for each training row."
             )
         if (self._classes[self._rows] < 0).any():
             raise ConfigError(
-                "class_index has no number for some classes of the training rows; make it from these rows"
+                "class_index: got -1 for some classes of the training rows, expected a number for each. Compute it "
+                "from these rows."
             )
         self._device = torch.device(device)
         self._num_workers = _resolve_workers(num_workers, self._device, images)
@@ -157,7 +158,7 @@ class EvalBatches:
     ) -> None:
         check_at_least(1, batch_size=batch_size)
         if transform.is_random and seeds is None:
-            raise ConfigError("the evaluation transform is random; use center_crop or identity")
+            raise ConfigError("the evaluation transform is random. Use center_crop or identity.")
         self._rows = np.asarray(rows, dtype=np.int64)
         self._labels = table.labels
         self._batch_size = batch_size
@@ -200,8 +201,8 @@ class _Reader(Dataset[_Read]):
     def __init__(self, images: Inputs, transform: Transform) -> None:
         takes_batches = transform.works_on == "batch"
         if not isinstance(images, FeatureView) and takes_batches != isinstance(images, Tensor):
-            wanted = "a tensor of all images" if takes_batches else "single images"
-            raise ConfigError(f"{type(transform).__name__} works on {wanted}; open the images for it")
+            wanted = "a tensor of all images" if takes_batches else "an ImageSource of single images"
+            raise ConfigError(f"{type(transform).__name__}: got a {type(images).__name__}, expected {wanted}.")
         self._images, self._transform = images, transform
 
     def __getitem__(self, request: _Request) -> _Read:

@@ -86,13 +86,15 @@ class BatchSampler:
         for name in ("kind", *self._sizes_of_batch, "seed", "fingerprint"):
             if state.get(name) != expected[name]:
                 raise RunError(
-                    f"the saved sampler has {name} = {state.get(name)}, this run has {expected[name]}; "
-                    "continue with the settings and data that it was saved with, or start again"
+                    f"saved sampler: got {name}={state.get(name)}, expected {expected[name]} as in this run. Resume "
+                    "with the settings and data of the saved sampler, or start the run again."
                 )
         epoch, index = int(state["epoch"]), int(state["index"])
         plan = self._plan if epoch == self._epoch else self._planned(epoch)
         if not 0 <= index <= len(plan):
-            raise RunError(f"the saved sampler stands at batch {index} of epoch {epoch}, which has {len(plan)} batches")
+            raise RunError(
+                f"saved sampler: got batch {index} of epoch {epoch}, expected 0 to {len(plan)}. Start the run again."
+            )
         self._epoch, self._index, self._plan = epoch, index, plan
 
     def _shuffled_by_class(self, random: np.random.Generator) -> tuple[IntArray, IntArray]:
@@ -131,9 +133,10 @@ class BatchSampler:
     def _whole_batches(self, batch_size: int) -> int:
         """How often ``batch_size`` goes into the images, at least once."""
         if batch_size > len(self.labels):
-            sizes = " x ".join(f"sampler.{name} ({value})" for name, value in self._sizes_of_batch.items())
+            sizes = ", ".join(f"sampler.{name}={value}" for name, value in self._sizes_of_batch.items())
             raise ConfigError(
-                f"a batch of {sizes} = {batch_size} images exceeds the {len(self.labels)} training images; lower it"
+                f"batch size: got {batch_size} ({sizes}), expected at most {len(self.labels)}, the number of training "
+                "images. Lower it."
             )
         return len(self.labels) // batch_size
 
@@ -151,9 +154,11 @@ class _BalancedSampler(BatchSampler):
         super().__init__(labels, seed=seed, sizes=sizes)
         small, single = int((self._sizes < images_per_class).sum()), int((self._sizes == 1).sum())
         if small and not self.with_replacement:
-            alone = f"; {single} have a single image, whose positive is itself under another crop" if single else ""
+            alone = (
+                f". {single} of them have one image, whose only positive is another crop of itself" if single else ""
+            )
             logger.warning(
-                "%d of %d training classes have fewer than images_per_class (%d) images; theirs are drawn repeatedly%s",
+                "%d of %d training classes have fewer than images_per_class (%d) images; their images are repeated%s",
                 small, len(self._sizes), images_per_class, alone,
             )  # fmt: skip
 

@@ -112,7 +112,7 @@ class ShiftTransform:
         else:
             if self.padding >= min(height, width):
                 raise ConfigError(
-                    f"padding ({self.padding}) must be smaller than the images, {height} x {width}; lower it"
+                    f"padding: got {self.padding}, expected less than the image size, {height} x {width}. Lower it."
                 )
             # Seeds are well mixed 63-bit numbers: their two halves are the two draws.
             halves = torch.tensor([[s >> 32, s & 0xFFFFFFFF] for s in seeds], dtype=torch.int64)
@@ -151,16 +151,16 @@ def random_resized_crop(
     "Going Deeper with Convolutions", CVPR 2015). Arguments are those of ``CropTransform``.
     """
     if not 0 < scale[0] <= scale[1] <= 1:
-        raise ConfigError(f"scale ({scale[0]}, {scale[1]}) must be ascending within (0, 1]")
+        raise ConfigError(f"scale: got ({scale[0]}, {scale[1]}), expected ascending numbers in (0, 1].")
     if not 0 < ratio[0] <= ratio[1]:
-        raise ConfigError(f"ratio ({ratio[0]}, {ratio[1]}) must be ascending and above 0")
+        raise ConfigError(f"ratio: got ({ratio[0]}, {ratio[1]}), expected ascending positive numbers.")
     return CropTransform(crop, resize, (scale[0], scale[1]), (ratio[0], ratio[1]), flip, kernel)
 
 
 def center_crop(*, crop: int, resize: int, kernel: Kernel = "pillow") -> CropTransform:
     """Evaluation images: short side to ``resize``, the middle ``crop`` x ``crop`` pixels."""
     if crop > resize:
-        raise ConfigError(f"crop ({crop}) exceeds resize ({resize}): the border would be black; lower crop")
+        raise ConfigError(f"crop: got {crop}, expected at most {resize}, the value of resize. Lower crop.")
     return CropTransform(crop, resize, kernel=kernel)
 
 
@@ -218,4 +218,4 @@ def _uniforms(seeds: Sequence[int], count: int, *, skip: int = 0) -> NDArray[np.
 
 def _check_flip(flip: float) -> None:
     if not 0 <= flip <= 1:
-        raise ConfigError(f"flip ({flip}) must lie in [0, 1]")
+        raise ConfigError(f"flip: got {flip}, expected a number in [0, 1].")

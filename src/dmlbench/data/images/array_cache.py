@@ -42,7 +42,7 @@ def cached_array(
             atomic_write(path, buffer.getvalue())
     except OSError as error:
         raise DataError(
-            f"cannot use the cache '{path}' ({error.strerror or error}); free some space or choose another cache_dir"
+            f"cannot use the cache '{path}' ({error.strerror or error}). Free some space or choose another cache_dir."
         ) from error
     return np.load(path, mmap_mode="r", allow_pickle=False), digest
 
@@ -56,5 +56,5 @@ def _verified_digest(path: Path) -> str | None:
     digest = hashlib.sha256(content[:-_DIGEST_BYTES])
     if content[-_DIGEST_BYTES:] == digest.digest():
         return digest.hexdigest()
-    logger.warning("the cached file %s is damaged; making it again", path)
+    logger.warning("the cached file %s is damaged; building it again", path)
     return None

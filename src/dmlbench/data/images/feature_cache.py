@@ -125,7 +125,7 @@ class FeatureCache:
         assert self._records is not None
         for place in places[~self._checked[places]].tolist():
             if _checksum(self._records[place].data) != self._checksums[place]:
-                raise DataError(f"the feature cache '{self.path}' is damaged; remove it to build it again")
+                raise DataError(f"the feature cache '{self.path}' is damaged. Remove it to build it again.")
         self._checked[places] = True
         records = torch.from_numpy(self._records[places])
         if self.settings.dtype == "bfloat16":

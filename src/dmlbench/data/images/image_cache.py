@@ -30,7 +30,7 @@ VERSION = 4  # increment it whenever the layout or the pixels change
 _MAGIC = b"dmlbench-images\n"
 _ENTRY = np.dtype([("offset", "<i8"), ("height", "<i4"), ("width", "<i4"), ("checksum", "<u4")])
 _RELEASE_EVERY = 2**26  # bytes read between releases of the mapped pages
-_REMEDY = "free some space, choose another paths.cache_dir, or do without with image_cache=false"
+_REMEDY = "Free some space, choose another paths.cache_dir, or set image_cache=false."
 
 Index = NDArray[Any]
 """[N] ``_ENTRY`` of each image."""
@@ -65,7 +65,7 @@ class CachedImages:
         pixels = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=offset)
         if not self._checked[k]:
             if zlib.crc32(pixels.data) != checksum:
-                raise DataError(f"the image cache '{self.path}' is damaged; remove it to build it again")
+                raise DataError(f"the image cache '{self.path}' is damaged. Remove it to build it again.")
             self._checked[k] = True
         return pixels.reshape(height, width, 3)
 
@@ -109,9 +109,7 @@ def cached_images(
                 index = _read_index(path, header)  # another process may have built it meanwhile
                 if index is None:
                     if path.exists():
-                        logger.warning(
-                            "the image cache %s is damaged, or of another version or data; building it again", path
-                        )
+                        logger.warning("the image cache %s is damaged or outdated; building it again", path)
                     names = [os.path.join(table.root, name) for name in table.paths[order].tolist()]
                     threads = num_threads or available_cores()
                     logger.info("building the image cache of %s once: %d images in %s", table.name, len(table), path)
@@ -119,7 +117,7 @@ def cached_images(
                     with tqdm(total=len(table), desc=title, disable=not progress, leave=False) as bar:
                         index = _build(path, header, names, num_threads=threads, watch=bar.update, check=check)
     except OSError as error:
-        raise DataError(f"cannot build the image cache '{path}' ({error.strerror or error}); {_REMEDY}") from error
+        raise DataError(f"cannot build the image cache '{path}' ({error.strerror or error}). {_REMEDY}") from error
     return CachedImages(path, index, position)
 
 
@@ -131,7 +129,7 @@ def stamp_of(table: ImageTable) -> str:
         try:
             digest.update(f"{name}\t{os.stat(folder + name).st_mtime_ns}\n".encode())
         except OSError as error:
-            raise DataError(f"image '{folder + name}' cannot be found ({error.strerror}); put it back") from error
+            raise DataError(f"image '{folder + name}' cannot be found ({error.strerror}). Put it back.") from error
     return digest.hexdigest()
 
 

@@ -45,12 +45,15 @@ def read_image(path: str | Path) -> Image.Image:
 def as_rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB of an image of any mode, as ``read_image`` says."""
     if image.mode == "F":
-        raise DataError("holds floating point pixels; convert it to 8 bits a channel")
+        raise DataError("has floating-point pixels. Convert it to 8 bits per channel.")
     if image.mode.startswith("I"):
         # Pillow clips 16-bit grey to 255 when it converts, which would leave an all-white picture.
         pixels = np.asarray(image).astype(np.int64)
         if pixels.min() < 0 or pixels.max() > 65535:
-            raise DataError(f"holds values from {pixels.min()} to {pixels.max()}; convert it to 8 or 16 bits a channel")
+            raise DataError(
+                f"has values from {pixels.min()} to {pixels.max()}, expected 0 to 65535. Convert it to 8 or 16 bits "
+                "per channel."
+            )
         image = Image.fromarray((pixels >> 8).astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -135,7 +138,7 @@ class GivenImages:
             except DataError as error:
                 raise DataError(f"image {self.names[row]} {error}") from None
             except (OSError, SyntaxError, ValueError) as error:
-                raise DataError(f"image {self.names[row]} cannot be read ({error}); open it again") from error
+                raise DataError(f"image {self.names[row]} cannot be read ({error}). Open it again.") from error
         else:
             if isinstance(given, Tensor):
                 pixels = given.detach().cpu().numpy()
@@ -154,7 +157,7 @@ def _listed(images: Any) -> Sequence[Any]:
     elif isinstance(images, Tensor):
         is_one = images.ndim in (2, 3)
     if not is_one and not isinstance(images, Iterable):
-        raise DataError(f"images are a {type(images).__name__}; give paths, Pillow images, arrays or tensors")
+        raise DataError(f"images: got a {type(images).__name__}, expected paths, Pillow images, arrays or tensors.")
     return [images] if is_one else list(images)
 
 
@@ -183,9 +186,9 @@ def pixel_tensor(table: ImageTable, images: ImageSource, device: torch.device) -
         image = images.read(row)
         if image.shape != first.shape:
             raise DataError(
-                f"images of '{table.name}' differ in size ('{table.paths[0]}' is {first.shape[1]} x {first.shape[0]}, "
-                f"'{table.paths[row]}' is {image.shape[1]} x {image.shape[0]}), but the transform takes batches; "
-                "use one that crops, such as transform=mlrc"
+                f"images of '{table.name}': got {first.shape[1]} x {first.shape[0]} ('{table.paths[0]}') and "
+                f"{image.shape[1]} x {image.shape[0]} ('{table.paths[row]}'), expected one size for this transform. "
+                "Use one that crops, such as transform=mlrc."
             )
         pixels[row] = image
     return torch.from_numpy(pixels).to(device)

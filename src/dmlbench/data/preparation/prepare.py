@@ -89,10 +89,10 @@ def prepare(
                     check=lambda folder: _check_layout(source, folder, files),
                 )  # fmt: skip
     except Timeout:
-        raise DataError(f"another process prepares '{place}'; start again when it is done") from None
+        raise DataError(f"another process is preparing '{place}'. Start again when it has finished.") from None
     except OSError as error:
         raise DataError(
-            f"cannot prepare '{place}' ({error}); free some space, or set paths.data_dir to a folder you can write"
+            f"cannot prepare '{place}' ({error}). Free some space, or set paths.data_dir to a writable folder."
         ) from error
     folder, layout = source.find(root)
     return Prepared(folder, layout.description, was_there=False)
@@ -110,11 +110,13 @@ def _gather(source: DataFolder, root: Path, place: Path, given: Sequence[Path], 
     """The files to use: given, found, or downloaded."""
     for path in given:
         if not path.is_file():
-            raise DataError(f"'{path}' is no file; correct archives")
+            raise DataError(f"archives: got '{path}', expected a file. Correct its path.")
     names = [archive.name for archive in source.archives]
     if other := [path for path in given if path.name not in names]:
         if source.is_read_packed:
-            raise DataError(f"'{other[0]}' must have its published name, one of {', '.join(names)}; rename it")
+            raise DataError(
+                f"archives: got '{other[0]}', expected a published name, one of {', '.join(names)}. Rename it."
+            )
         return list(given)
     files = {name: folder / name for name in names for folder in (place, root) if (folder / name).is_file()}
     files |= {path.name: path for path in given}
@@ -126,10 +128,10 @@ def _gather(source: DataFolder, root: Path, place: Path, given: Sequence[Path], 
     wanted = max(source.alternatives, key=rank)  # a complete one, else one with a part that is there
     missing = [archive for archive in wanted if archive.name not in files]
     if missing and not (download and all(map(source.links, missing))):
-        there = f"{', '.join(a.name for a in wanted if a.name in files)} is there; " if files else ""
+        there = f"found {', '.join(a.name for a in wanted if a.name in files)}, " if files else ""
         raise DataError(
-            f"{source.title} is not in '{root}', nor is {', '.join(a.name for a in missing)}; {there}{source.by_hand}; "
-            f"put it into '{root}' and start again, or name files that lie elsewhere with archives=<file>"
+            f"{source.title} is not in '{root}': {there}missing {', '.join(a.name for a in missing)}. By hand: "
+            f"{source.by_hand}. Put the files in '{root}' and start again, or pass their paths with archives=<file>."
         )
     for archive in missing:
         files[archive.name] = _download(source, archive, place if source.is_read_packed else root)
@@ -150,7 +152,7 @@ def _download(source: DataFolder, archive: Archive, folder: Path) -> Path:
             )
         except (ValueError, OSError, EOFError, ftplib.Error) as error:
             failure = error
-    raise DataError(f"cannot download {archive.name} ({failure}); start again later, or {source.by_hand}") from failure
+    raise DataError(f"cannot download {archive.name} ({failure}). Try again later, or {source.by_hand}.") from failure
 
 
 def _checked(
@@ -167,15 +169,15 @@ def _checked(
         if md5 in published or not published or (name in by_name and by_name[name].md5 is None):
             continue
         if not accept_other_checksum:
-            expected = " and ".join(
-                f"{archive.name} has {archive.md5}" + (f" ({archive.size} bytes)" if archive.size else "")
+            expected = " or ".join(
+                f"{archive.md5} of {archive.name}" + (f" ({archive.size} bytes)" if archive.size else "")
                 for archive in ([by_name[name]] if name in by_name else source.alternatives[0])
             )
             raise DataError(
-                f"'{path}' has md5 {md5} ({path.stat().st_size} bytes), but the published {expected}; download "
-                "it again, or take it as it is with accept_other_checksum=true"
+                f"'{path}': got MD5 {md5} ({path.stat().st_size} bytes), expected the published {expected}. Download "
+                "it again, or accept it with accept_other_checksum=true."
             )
-        logger.warning("%s has md5 %s, which is not published; accepted as requested", path, md5)
+        logger.warning("the MD5 of %s, %s, differs from the published one; accepted as requested", path, md5)
         other.append(name)
     return checksums, other
 
@@ -190,8 +192,8 @@ def _check_layout(source: DataFolder, folder: Path, files: Sequence[Path]) -> No
     if source.found(folder) is None:
         names = ", ".join(f"'{path}'" for path in files)
         raise DataError(
-            f"{names} holds no layout of {source.title} that is known; expected {source.expected}; extract it by "
-            "hand and point dataset.table.root at the right folder"
+            f"{names}: got no known layout of {source.title}, expected {source.expected}. Extract it by hand and set "
+            "dataset.table.root to the extracted folder."
         )
 
 
@@ -199,7 +201,7 @@ def _copy(path: Path, to: Path, report: Callable[[str], None]) -> None:
     if to.exists():
         if to.samefile(path):
             return
-        raise DataError(f"'{to}' exists; move it away and start again")
+        raise DataError(f"'{to}' exists. Move it away and start again.")
     to.parent.mkdir(parents=True, exist_ok=True)
     report(f"copying {path.name}")
     with path.open("rb") as source, whole_file(to) as copy:
@@ -229,15 +231,15 @@ def extract(
         marker = read_marker(into)
         if marker is None:
             raise DataError(
-                f"'{into}' exists and was not made by dmlbench; move it away, or set paths.data_dir to another folder"
+                f"'{into}' exists and was not made by dmlbench. Move it away, or set paths.data_dir to another folder."
             )
         if marker["parts"] != described:
             names = ", ".join(str(part["name"]) for part in marker["parts"])
-            raise DataError(f"'{into}' was made from other files ({names}); remove that folder and start again")
+            raise DataError(f"'{into}' was made from other files ({names}). Remove the folder and start again.")
         return
     partial = into.with_name(f".{into.name}.partial")
     if partial.exists():
-        logger.warning("removing %s, which an interrupted process left", partial)
+        logger.warning("removing %s, left by an interrupted process", partial)
         shutil.rmtree(partial)
     try:
         partial.mkdir()
@@ -273,7 +275,7 @@ def _unpack(archive: Path, folder: Path, password: str | None) -> None:
                 members = [member for member in content.namelist() if not member.startswith("__MACOSX/")]
                 if unsafe := [member for member in members if leaves_root(member)]:
                     raise DataError(
-                        f"'{archive}' is unsafe ('{unsafe[0]}' leaves the folder); get it from its publisher"
+                        f"'{archive}' is unsafe ('{unsafe[0]}' is outside of the folder). Get it from its publisher."
                     )
                 content.extractall(folder, members, password.encode() if password else None)
             return
@@ -283,13 +285,13 @@ def _unpack(archive: Path, folder: Path, password: str | None) -> None:
             while tar.fileobj.read(1 << 20):  # reaches the checksum of the compression
                 pass
     except tarfile.FilterError as error:
-        raise DataError(f"'{archive}' is unsafe ({error}); get it from its publisher") from error
+        raise DataError(f"'{archive}' is unsafe ({error}). Get it from its publisher.") from error
     except _DAMAGED as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; bad data of gzip and bz2 have none
             raise
         asks_for_password = isinstance(error, RuntimeError) and "password" in str(error)
-        remedy = "give password=<word>" if asks_for_password else "download it again, or extract it by hand"
-        raise DataError(f"cannot unpack '{archive}' ({error}); {remedy}") from error
+        remedy = "Pass password=<word>." if asks_for_password else "Download it again, or extract it by hand."
+        raise DataError(f"cannot unpack '{archive}' ({error}). {remedy}") from error
 
 
 class _Header(tarfile.TarInfo):

@@ -15,7 +15,7 @@ from scipy.io.matlab import MatReadError
 
 from dmlbench.data.image_table import Listing, Published
 from dmlbench.data.readers import layouts
-from dmlbench.data.readers.files import read_file
+from dmlbench.data.readers.files import ORIGINAL_FILE, read_file
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout
 from dmlbench.types import DataError, ImageTable, IntArray, Originals
 
@@ -86,9 +86,9 @@ def _test_labels(folder: Path) -> Path:
     # The boxes of cars_annos.mat do not decide it: 14 test images share their box with an image of another class.
     found = f"'{file}' has boxes but no classes" if file else "there is no list of its images"
     raise DataError(
-        f"Cars196 in '{folder}' has no classes for cars_test: {found}; put cars_test_annos_withlabels.mat into "
-        f"'{layouts.resolve(folder, _TRAIN_LABELS).parent}' (cars_annos.mat numbers the images differently: it cannot "
-        "help)"
+        f"Cars196 in '{folder}' has no classes for cars_test: {found}. Put cars_test_annos_withlabels.mat into "
+        f"'{layouts.resolve(folder, _TRAIN_LABELS).parent}'. cars_annos.mat cannot replace it, because it numbers the "
+        "images differently."
     )
 
 
@@ -112,7 +112,7 @@ def _class_of(folder: Path) -> int:
         near = get_close_matches(folder.name, NAMES, n=1)
         hint = f" (nearest is '{near[0]}')" if near else ""
         raise DataError(
-            f"'{folder}' holds images but is no class of Cars196{hint}; rename it as published or move it away"
+            f"'{folder}' has images but is not a class of Cars196{hint}. Give it its published name or move it away."
         )
     return number
 
@@ -131,14 +131,14 @@ def _annotations(file: Path, path_field: str) -> tuple[list[str], IntArray, NDAr
         raise _unreadable(file, error) from error
     if len(published) == 0 or published.min() < 1 or published.max() > len(NAMES):
         found = f"classes from {published.min()} to {published.max()}" if len(published) else "no images"
-        raise DataError(f"'{file}' has {found}, but they count from 1 to {len(NAMES)}; put the original file there")
+        raise DataError(f"'{file}': got {found}, expected classes from 1 to {len(NAMES)}. {ORIGINAL_FILE}.")
     return paths, published, boxes
 
 
 def _check_names(file: Path) -> None:
     """Raise if class names are not the published ones: the class ids would mean something else."""
     if tuple(map(str, _read(file, "class_names"))) != NAMES:
-        raise DataError(f"'{file}' does not name the {len(NAMES)} published classes in their order; get the original")
+        raise DataError(f"'{file}' does not list the {len(NAMES)} published classes in their order. {ORIGINAL_FILE}.")
 
 
 def _read(file: Path, variable: str) -> Any:
@@ -151,7 +151,7 @@ def _read(file: Path, variable: str) -> Any:
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:
-    return DataError(f"Cars196 cannot read its annotations '{file}' ({error!r}); put the original file there")
+    return DataError(f"cannot read the annotations '{file}' of Cars196 ({error!r}). {ORIGINAL_FILE}.")
 
 
 def _has_class_folders(folder: Path) -> bool:
@@ -180,8 +180,8 @@ FOLDER = DataFolder(
             lambda folder: all(_has_class_folders(folder / part) for part in ("train", "test")),
         ),
     ),
-    remedy="unpack car_ims.tgz next to cars_annos.mat; or put the devkit's .mat files next to cars_train and "
-    "cars_test, to which cars_annos.mat does not belong, because its images are numbered differently",
+    remedy="Unpack car_ims.tgz next to cars_annos.mat, or put the devkit's .mat files next to cars_train and "
+    "cars_test. cars_annos.mat does not belong to these, because it numbers the images differently",
     published=Published({"train": (8_054, 98), "test": (8_131, 98)}),
     home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
     terms="research",

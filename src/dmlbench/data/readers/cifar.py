@@ -14,7 +14,7 @@ from PIL import Image
 
 from dmlbench.data.image_table import Listing, Published, table_of
 from dmlbench.data.images.array_cache import cached_array
-from dmlbench.data.readers.files import read_file, read_pickle
+from dmlbench.data.readers.files import ORIGINAL_FILE, read_file, read_pickle
 from dmlbench.data.readers.layouts import Archive, DataFolder, Layout, read_names, resolve
 from dmlbench.data.readers.stored_images import StoredImage, content_digest, decoded, file_stamp, images_by_path
 from dmlbench.types import DataError, ImageTable
@@ -69,7 +69,7 @@ def _cifar(
     def images(place: Path) -> dict[str, StoredImage]:
         found = images_by_path(place, rf"(?:train|test)/(?:{'|'.join(classes)})/[^/]+")
         if not found:
-            raise DataError(f"'{place}' has no images in train/<class> and test/<class> of {title}; put them there")
+            raise DataError(f"'{place}' has no images of {title} in train/<class> and test/<class>. Put them there.")
         return dict(sorted(found.items()))
 
     return Cifar(
@@ -83,7 +83,7 @@ def _cifar(
             Layout(f"images in train and test, such as {tree[0]}", tree, images),
             Layout(f"a {name}*.zip of images in train and test", (zips,), lambda at: images(resolve(at, zips))),
         ),
-        remedy=f"put {archive.name} there, unpacked or not",
+        remedy=f"Put {archive.name} there, unpacked or not",
         published=Published({role: (30_000, len(classes) // 2) for role in ("train", "test")}),
         home="https://www.cs.toronto.edu/~kriz/cifar.html",
         terms="none stated; cite the report",
@@ -173,8 +173,8 @@ def _table(data: Cifar, root: str | Path, cache_dir: str | Path, check_counts: b
     if check_counts and len(set(per_class.tolist())) > 1:
         fewest = int(per_class.argmin())
         raise DataError(
-            f"{data.title} in '{folder}' has {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
-            f"{len(table) // len(data.classes):,} of each class; get the original"
+            f"{data.title} in '{folder}': got {per_class[fewest]:,} images of '{data.classes[fewest]}', expected "
+            f"{len(table) // len(data.classes):,} of each class. Get the original."
         )
     return table
 
@@ -186,7 +186,9 @@ def _rows_of_batches(data: Cifar, place: Path) -> NDArray[np.uint8]:
     meta = read_pickle(members[data.meta], name=f"{place} ({data.meta})", encoding="latin1")
     classes = meta.get(f"{data.prefix}label_names") if isinstance(meta, dict) else None
     if not isinstance(classes, list) or classes != list(data.classes):
-        raise DataError(f"{data.title}'s {data.meta} in '{place}' does not name its classes; get the original")
+        raise DataError(
+            f"{data.meta} of {data.title} in '{place}' does not have the published class names. {ORIGINAL_FILE}."
+        )
     return np.concatenate([_batch_rows(data, members[name], f"{place} ({name})") for name in data.batches])
 
 
@@ -201,9 +203,9 @@ def _unpacked(data: Cifar, archive: Path) -> dict[str, bytes]:
                 if name is not None and (stream := tar.extractfile(member)) is not None:
                     found[name] = stream.read()
     except _DAMAGED as error:
-        raise DataError(f"{data.title}'s archive '{archive}' is damaged ({error}); download it again") from error
+        raise DataError(f"archive '{archive}' of {data.title} is damaged ({error}). Download it again.") from error
     if lacking := set(wanted.values()) - set(found):
-        raise DataError(f"{data.title}'s archive '{archive}' lacks {', '.join(sorted(lacking))}; download it again")
+        raise DataError(f"archive '{archive}' of {data.title} lacks {', '.join(sorted(lacking))}. Download it again.")
     return found
 
 
@@ -214,15 +216,15 @@ def _batch_rows(data: Cifar, content: bytes, name: str) -> NDArray[np.uint8]:
         labels = np.asarray(value[f"{data.prefix}labels"])
         coarse = np.asarray(value["coarse_labels"]) if data.prefix else np.full(len(labels), _NO_SUPER_CLASS)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"'{name}' is no batch of {data.title} ({error!r}); get the original") from error
+        raise DataError(f"'{name}' is not a batch of {data.title} ({error!r}). {ORIGINAL_FILE}.") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _WIDTH) or coarse.shape != labels.shape:
         raise DataError(
-            f"'{name}' has data {pixels.shape} of {pixels.dtype} and {len(labels)} labels, expected [N, {_WIDTH}] "
-            "of uint8 and N labels; get the original"
+            f"'{name}': got data {pixels.shape} of {pixels.dtype} and {len(labels)} labels, expected [N, {_WIDTH}] "
+            f"of uint8 and N labels. {ORIGINAL_FILE}."
         )
     for what, values, limit in (("labels", labels, len(data.classes)), ("coarse labels", coarse, 256)):
         if not np.issubdtype(values.dtype, np.integer) or values.min(initial=0) < 0 or values.max(initial=0) >= limit:
-            raise DataError(f"'{name}' has {what} outside of [0, {limit}); get the original")
+            raise DataError(f"'{name}' has {what} outside of [0, {limit}). {ORIGINAL_FILE}.")
     planes = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1).reshape(len(pixels), -1)  # [N, HWC]
     return np.column_stack([planes, labels.astype(np.uint8), coarse.astype(np.uint8)])
 
@@ -232,7 +234,7 @@ def _rows_of_images(data: Cifar, images: dict[str, StoredImage]) -> NDArray[np.u
 
     def rgb(image: Image.Image) -> NDArray[np.uint8]:
         if image.size != (SIDE, SIDE):
-            raise ValueError(f"it is {image.width} x {image.height}, expected {SIDE} x {SIDE}")
+            raise ValueError(f"got {image.width} x {image.height} pixels, expected {SIDE} x {SIDE}")
         return np.asarray(image.convert("RGB")).reshape(-1)
 
     labels = np.array([data.classes.index(path.split("/")[1]) for path in images], dtype=np.uint8)

@@ -58,7 +58,7 @@ def cifar100_collage(
     source, classes_of = classes_of_parts(root, cache_dir, layout)
     most = len(source.labels) // source.num_classes
     if images_per_class is not None and not 2 <= images_per_class <= most:
-        raise ConfigError(f"images_per_class ({images_per_class}) must lie in [2, {most}], or be null for all")
+        raise ConfigError(f"images_per_class: got {images_per_class}, expected 2 to {most}, or null for all.")
     originals = source.pixels
     assert source.super_labels is not None and originals is not None
     by_class = np.argsort(source.labels, kind="stable").reshape(source.num_classes, -1)  # rows, in their order
@@ -133,10 +133,10 @@ def classes_of_parts(
 ) -> tuple[ImageTable, dict[str, dict[str, IntArray]]]:
     """CIFAR-100, and its classes by part and super-class."""
     if layout not in PARTS:
-        raise ConfigError(f"layout ('{layout}') of collages must be one of {', '.join(get_args(Layout))}")
+        raise ConfigError(f"layout: got '{layout}', expected one of {', '.join(get_args(Layout))}.")
     source = cifar100(root, cache_dir=cache_dir)
     if source.super_labels is None:
-        raise DataError(f"CIFAR-100 in '{root}' does not name super-classes; the collages need the python version")
+        raise DataError(f"CIFAR-100 in '{root}' has no super-classes. Use its python version for the collages.")
     super_of = source.super_labels[np.unique(source.labels, return_index=True)[1]]
     of_super = {name: np.flatnonzero(super_of == number) for number, name in enumerate(SUPER_CLASSES)}
     return source, {

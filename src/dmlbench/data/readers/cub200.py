@@ -37,7 +37,7 @@ class Edition(DataFolder):
             if others := years[2011 if self.year == 2010 else 2010]:
                 raise DataError(
                     f"'{listing.root}' mixes {own:,} images of {self.title} and {others:,} of the other edition, whose "
-                    "classes have the same names; keep one edition there"
+                    "classes have the same names. Keep one edition there."
                 )
         elif len(listing.paths) != self.published.num_images and layout.read is not _of_lists:
             listing = replace(listing, notes=("of unknown edition, 2010 or 2011",))
@@ -69,8 +69,8 @@ def _of_lists(folder: Path) -> Listing:
     for rows, column in ((images, "image_id"), (labels, "image_id"), (classes, "class_id")):
         rows.numbers(column)
         rows.check_unique(column)
-    labels.check_known("class_id", classes["class_id"], "classes.txt")
-    images.check_known("image_id", labels["image_id"], labels.file.name)
+    labels.check_known("class_id", classes["class_id"], "the ids in classes.txt")
+    images.check_known("image_id", labels["image_id"], f"the ids in {labels.file.name}")
     classes.check("class_id", classes.numbers("class_id") <= _NUM_CLASSES, f"1 to {_NUM_CLASSES}")
     class_by_image = dict(zip(labels["image_id"], labels.numbers("class_id"), strict=True))
     names = dict(zip(classes.numbers("class_id").tolist(), classes["name"], strict=True))
@@ -101,16 +101,18 @@ def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) ->
     def class_of(place: Path) -> int:
         match = re.fullmatch(r"(\d{3})\..+", place.name, re.ASCII)
         if match is None or not 1 <= int(match[1]) <= _NUM_CLASSES:
-            raise DataError(f"'{place}' holds images but is no class of {title}, 001 to 200; rename it or move it away")
+            raise DataError(
+                f"'{place}' has images but is not a class of {title}, 001 to 200. Rename it or move it away."
+            )
         if names.setdefault(int(match[1]), place.name) != place.name:
             both = f"'{names[int(match[1])]}' and '{place.name}'"
-            raise DataError(f"class {int(match[1])} of {title} has the folders {both} in '{root}'; keep one")
+            raise DataError(f"class {int(match[1])} of {title} has the folders {both} in '{root}'. Keep one.")
         return int(match[1])
 
     paths, classes = images_of_classes(root, class_of, parts=parts)
     for image, count in Counter(path.split("/", 1)[1] for path in paths if parts != ("",)).items():
         if count > 1:
-            raise DataError(f"'{image}' is in several of {', '.join(parts)} in '{root}'; keep one of them")
+            raise DataError(f"'{image}' is in more than one of {', '.join(parts)} in '{root}'. Keep one copy.")
     return Listing(
         root=root,
         paths=paths,
@@ -121,7 +123,7 @@ def _of_folders(folder: Path, *, base: str, parts: Sequence[str], title: str) ->
 
 
 def _is_meant(folder: Path, *, base: str, parts: Sequence[str], year: int) -> bool:
-    """Whether class folders may be an edition's: neither incomplete lists nor the other edition's images."""
+    """Whether class folders may belong to an edition: no incomplete lists, and not only images of the other edition."""
     if any((folder / name).is_file() for name in _LISTS):
         return False
     files = (file.name for part in parts for file in (folder / base / part).glob(f"{_CLASS_FOLDER}/*"))
@@ -152,7 +154,7 @@ OF_2010 = Edition(
         *_EITHER,
     ),
     layouts=_folder_layouts(2010, "CUB-200-2010"),
-    remedy="unpack the images.tgz of 2010 there (dataset=cub200 reads CUB-200-2011)",
+    remedy="Unpack the images.tgz of 2010 there (dataset=cub200 reads CUB-200-2011)",
     year=2010,
     published=Published({"train": (2_990, 100), "test": (3_043, 100)}),
     home="http://www.vision.caltech.edu/visipedia/CUB-200.html",
@@ -169,7 +171,7 @@ OF_2011 = Edition(
         Layout(f"CUB_200_2011 with {', '.join(_LISTS)} and images", (*_LISTS, f"images|{_CLASS_FOLDER}"), _of_lists),
         *_folder_layouts(2011, "CUB-200-2011"),
     ),
-    remedy="unpack CUB_200_2011.tgz there (dataset=cub200_2010 reads CUB-200-2010)",
+    remedy="Unpack CUB_200_2011.tgz there (dataset=cub200_2010 reads CUB-200-2010)",
     year=2011,
     published=Published({"train": (5_864, 100), "test": (5_924, 100)}),
     home="https://www.vision.caltech.edu/datasets/cub_200_2011/",

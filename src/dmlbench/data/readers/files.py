@@ -32,6 +32,9 @@ _ALLOWED = {
         for name in ("set", "frozenset", "bytes", "bytearray", "complex")
     ),
 }
+ORIGINAL_FILE = "Replace it with the original file"
+"""Remedy in messages about a file that was changed or damaged."""
+
 _MAX_TUPLES = 10_000
 """A tuple of tuples of tuples is hashed by recursion, which can overflow the stack."""
 
@@ -54,14 +57,14 @@ class TextList:
         wrong = self.rows[column][~np.asarray(is_right, dtype=bool)]
         for line, value in wrong.items():
             raise DataError(
-                f"line {line} of '{self.file}' has the {column} '{value[:40]}', expected {expected}; correct it or put "
-                "the original file there"
+                f"line {line} of '{self.file}': got the {column} '{value[:40]}', expected {expected}. Correct it or "
+                "restore the original file."
             )
 
     def numbers(self, column: str) -> IntArray:
         """[N] values of a column of ids, which count from 1."""
         values = pd.to_numeric(self.rows[column], errors="coerce").to_numpy(np.float64)
-        self.check(column, (values >= 1) & (values < 2**53) & (values % 1 == 0), "a whole number from 1 on")
+        self.check(column, (values >= 1) & (values < 2**53) & (values % 1 == 0), "a whole number of at least 1")
         return values.astype(np.int64)
 
     def decimals(self, columns: Sequence[str]) -> NDArray[np.float64]:
@@ -72,7 +75,7 @@ class TextList:
         return values
 
     def check_unique(self, column: str) -> None:
-        self.check(column, ~self.rows[column].duplicated(), "each once")
+        self.check(column, ~self.rows[column].duplicated(), "each value once")
 
     def check_known(self, column: str, known: Iterable[str], where: str) -> None:
         self.check(column, self.rows[column].isin(list(known)), f"one of {where}")
@@ -103,33 +106,33 @@ def read_list(
     head = [rows.pop(number) for number in list(rows)[: has_count + has_header]]
     expected_head = [[str(len(rows))]] * has_count + [list(columns)] * has_header
     if head != expected_head:
-        raise DataError(f"'{file}' begins with {head}, expected {expected_head}; put the original file there")
+        raise DataError(f"'{file}' begins with {head}, expected {expected_head}. {ORIGINAL_FILE}.")
     if not rows:
-        raise DataError(f"'{file}' lists nothing; put the original file there")
+        raise DataError(f"'{file}' has no entries. {ORIGINAL_FILE}.")
     for number, row in rows.items():
         if len(row) != len(columns):
             wanted = f"{len(columns)} ({' '.join(columns)})"
-            raise DataError(f"line {number} of '{file}' has {len(row)} columns, expected {wanted}; correct it")
+            raise DataError(f"line {number} of '{file}': got {len(row)} columns, expected {wanted}. Correct it.")
     return TextList(file, pd.DataFrame(list(rows.values()), index=list(rows), columns=list(columns)))
 
 
-def read_text(file: Path, *, remedy: str = "put the original file there") -> str:
+def read_text(file: Path, *, remedy: str = "Put the original file there") -> str:
     """Text in UTF-8, its line ends as \\n and without a byte order mark."""
     content = read_file(file, remedy=remedy)
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise DataError(f"line {line} of '{file}' is not UTF-8 text; save the list as UTF-8") from error
+        raise DataError(f"line {line} of '{file}' is not UTF-8 text. Save the list as UTF-8.") from error
 
 
-def read_file(file: Path, *, remedy: str = "put the original file there") -> bytes:
+def read_file(file: Path, *, remedy: str = "Put the original file there") -> bytes:
     if not file.is_file():  # opening a pipe would wait without end
-        raise DataError(f"'{file}' is missing or not a file; {remedy}")
+        raise DataError(f"'{file}' is missing or not a file. {remedy}.")
     try:
         return file.read_bytes()
     except OSError as error:
-        raise DataError(f"'{file}' cannot be read ({error.strerror}); make it a readable file") from error
+        raise DataError(f"'{file}' cannot be read ({error.strerror}). Make it readable.") from error
 
 
 def _counted(build: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -154,7 +157,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose operations can 
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects outside of itself")
+        raise pickle.UnpicklingError("it refers to external objects")
 
 
 def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
@@ -166,4 +169,4 @@ def read_pickle(content: bytes, *, name: str, encoding: str = "ASCII") -> Any:
     # A pickle is a program: a damaged one may raise any error.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"'{name}' is no pickle that can be trusted: {reason}; put the original file there") from error
+        raise DataError(f"'{name}' is not a safe pickle: {reason}. {ORIGINAL_FILE}.") from error

@@ -24,7 +24,7 @@ _COLUMNS = {"path", "label", "role", "super_label"}
 _NEEDED = {"path", "label"}
 _COMMENT = re.compile(r"(^|\s)#.*")
 _SEPARATORS = (",", ";", "\t")
-_CORRECT_PATH = "correct its path in dataset.table, which is relative to root"
+_CORRECT_PATH = "Correct its path in dataset.table. Paths are relative to dataset.table.root"
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def folder(
     if has_lists:
         if "role" in images:
             raise ConfigError(
-                f"data set '{name}' has roles from {layout}; remove these, or train_classes and test_classes"
+                f"data set '{name}' has roles from {layout}. Remove these, or train_classes and test_classes."
             )
         lists = (None if file is None else root / file for file in (train_classes, test_classes))
         class_names, num_train = _listed_classes(class_names, *lists, name=name)
@@ -109,9 +109,9 @@ def folder(
         role=images["role"].to_numpy(np.str_) if "role" in images else np.where(labels < num_train, "train", "test"),
         super_labels=numbered("super_label", _sorted_classes(images["super_label"])) if has_super else None,
         remedy=(
-            "point root at one of the folders, or merge them by class with train_classes or test_classes"
+            "Set root to one of the folders, or merge them by class with train_classes or test_classes"
             if csv is None
-            else "give each class one role, or leave out the column role"
+            else "Give each class one role, or remove the column role"
         ),
     )
     return table_of(listing)
@@ -122,10 +122,10 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     below = {top: images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
-        logger.warning("%s of '%s' hold no images, so they are no classes", shorten(empty), root)
+        logger.warning("%s of '%s' have no images and are ignored", shorten(empty), root)
     if tops and (loose := images_in(root)):
         logger.warning(
-            "data set '%s': %d images in '%s' are left out: they are in no class folder", name, len(loose), root
+            "data set '%s': %d images in '%s' are ignored: they are not in a class folder", name, len(loose), root
         )
     roles = {top: top.casefold() for top in tops if top.casefold() in PART_FOLDERS}
     has_parts = len(roles) == len(tops)
@@ -206,11 +206,17 @@ def _listed_classes(
         others = set(train)
         test = [c for c in classes if c not in others]
     if both := set(train) & set(test):
-        raise DataError(f"both '{train_list}' and '{test_list}' name {shorten(sorted(both))}; remove it from one")
+        raise DataError(
+            f"both '{train_list}' and '{test_list}' list {shorten(sorted(both))}. List each class in one of them."
+        )
     if not train or not test:
-        raise DataError(f"data set '{name}' has no class to {'test' if train else 'train'} on; name some in each half")
+        raise DataError(
+            f"data set '{name}' has no class to {'test' if train else 'train'} on. List classes for each half."
+        )
     if left_out := sorted(set(classes) - {*train, *test}):
-        logger.warning("data set '%s': %d classes are in neither list: %s", name, len(left_out), shorten(left_out))
+        logger.warning(
+            "data set '%s': %d classes are in neither list and are ignored: %s", name, len(left_out), shorten(left_out)
+        )
     return [*train, *test], len(train)
 
 
@@ -221,11 +227,11 @@ def _read_classes(file: Path, known: Sequence[str]) -> list[str]:
         if class_name := unicodedata.normalize("NFC", _COMMENT.sub("", line).strip()):
             if class_name not in written:
                 raise DataError(
-                    f"line {number} of '{file}': unknown class '{class_name}'; {closest(class_name, known)}"
+                    f"line {number} of '{file}': unknown class '{class_name}': {closest(class_name, known)}"
                 )
             listed.append(written[class_name])
     if len(set(listed)) < len(listed) or not listed:
-        raise DataError(f"'{file}' names {len(listed)} classes, expected one or more, each once; correct it")
+        raise DataError(f"'{file}': got {len(listed)} classes, expected one or more, each once. Correct it.")
     return listed
 
 

@@ -73,10 +73,10 @@ class GlyphStyle:
             low, high = getattr(self, name)
             object.__setattr__(self, name, (float(low), float(high)))  # a list of a configuration becomes a tuple
             if not least <= low <= high <= most:
-                raise ConfigError(f"{name} ({low}, {high}) must be ascending within [{least}, {most}]")
+                raise ConfigError(f"{name}: got ({low}, {high}), expected ascending numbers in [{least}, {most}].")
         for name, most in (("rotation_degrees", 180), ("shift", 0.5)):
             if not 0 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} ({getattr(self, name)}) must lie in [0, {most}]")
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected a number in [0, {most}].")
 
 
 def glyphs(
@@ -124,7 +124,9 @@ def glyphs_collage(
     ``num_classes`` only through the half that its class falls in.
     """
     if image_size % 2:
-        raise ConfigError(f"image_size ({image_size}) of glyphs_collage must be even: it is made of four quadrants")
+        raise ConfigError(
+            f"image_size of glyphs_collage: got {image_size}, expected an even number, for its four quadrants."
+        )
     style = GlyphStyle(size_range, rotation_degrees, shift, background_range, contrast_range, noise_range)
     train_pool, test_pool = nuisance_pools()
 
@@ -280,7 +282,9 @@ def distinct_letters(count: int) -> tuple[int, ...]:
             chosen.append(code)
         if len(chosen) == count:
             return tuple(chosen)
-    raise ConfigError(f"num_classes ({count}) exceeds the {len(chosen)} letters that can be distinguished; lower it")
+    raise ConfigError(
+        f"num_classes: got {count}, expected at most {len(chosen)}, the number of distinct letters. Lower it."
+    )
 
 
 def master_glyphs(codes: tuple[int, ...], pixels: int) -> NDArray[np.uint8]:

@@ -68,7 +68,9 @@ def hugging_face(
     splits = [split] if isinstance(split, str) else None if split is None else sorted(set(split))
     files = _files_of(Path(path)) if Path(path).exists() else {}
     if files and (subset or revision):
-        raise ConfigError(f"dataset.table.path: got the local '{path}', expected no subset or revision. Remove them.")
+        raise ConfigError(
+            f"dataset.table.subset, revision: got a value for the local '{path}', expected null. Remove it."
+        )
     try:
         commit = "" if files else _commit_of(path, revision)
         content = [path, subset, commit] if commit else [(part, cached_sha256(file)) for file, part in files.items()]
@@ -218,13 +220,13 @@ def _encoded(image: Any, scratch: Path) -> bytes:
         if image is None and path is not None:
             file = Path(path).resolve()
             if not any(file.is_relative_to(Path(known).resolve()) for known in (scratch, HF_HUB_CACHE)):
-                raise ValueError("a path elsewhere may be any file")
+                raise ValueError("the path is outside of the Hub's cache")
             image = file.read_bytes()
     if not isinstance(image, list):
         return image  # what is not bytes cannot be opened
     pixels = np.asarray(image)
     if pixels.dtype.kind not in "iu" or pixels.min() < 0 or pixels.max() > 255:
-        raise ValueError("pixels are whole numbers in [0, 255]")
+        raise ValueError("pixels are not whole numbers in [0, 255]")
     buffer = io.BytesIO()
     Image.fromarray((pixels[..., 0] if pixels.shape[2:] == (1,) else pixels).astype(np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()

@@ -72,7 +72,7 @@ FOLDER = DataFolder(
         *("deepfashion", "deepfashion_inshop"),
     ),
     layouts=(Layout(_DESCRIPTION, (_LIST, _IMAGES), _of_list),),
-    remedy="put list_eval_partition.txt and the unpacked img.zip there",
+    remedy="Put list_eval_partition.txt and the unpacked img.zip there",
     published=Published({"train": (25_882, 3_997), "query": (14_218, 3_985), "gallery": (12_612, 3_985)}),
     home="https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
     terms="non-commercial research and education, by an agreement with MMLAB (CUHK)",

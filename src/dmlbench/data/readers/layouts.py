@@ -47,7 +47,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A published data set: how it lies on disk, and where it comes from.
+    """A published data set: its layouts on disk, and where to get it.
 
     Attributes:
         name: in the configuration; ``title`` in messages.
@@ -100,8 +100,8 @@ class DataFolder:
         root = Path(root)
         if not root.is_dir():
             raise DataError(
-                f"{self.title} cannot be found: '{root}' is not a folder; set DMLBENCH_DATA (or paths.data_dir) to the "
-                f"folder of your data sets; {self.remedy}"
+                f"{self.title} cannot be found: '{root}' is not a folder. Set DMLBENCH_DATA (or paths.data_dir) to the "
+                f"folder of your data sets. {self.remedy}."
             )
         names = {plain_name(name) for name in (*self.usual_names, *_WRAPPERS)}
         folders = level = [root]
@@ -117,9 +117,9 @@ class DataFolder:
                 present = len(layout.markers) - len(missing)
                 if missing and present > nearest[0]:
                     lacking = ", ".join(marker.replace("|", " or ") for marker in missing)
-                    nearest = present, f"; nearest is '{folder}' ({layout.description}), which lacks {lacking}"
+                    nearest = present, f". The nearest is '{folder}' ({layout.description}), which lacks {lacking}"
         searched = ", ".join(f"'{folder}'" for folder in folders)
-        raise DataError(f"{self.title} is not in {searched}{nearest[1]}; expected {self.expected}; {self.remedy}")
+        raise DataError(f"{self.title} is not in {searched}{nearest[1]}. Expected {self.expected}. {self.remedy}.")
 
     def table(self, root: str | Path, *, check_counts: bool) -> ImageTable:
         """The data set as a table.
@@ -148,7 +148,7 @@ class DataFolder:
 def resolve(folder: Path, marker: str) -> Path:
     """The path that a marker matches: the first of its places that exists, the first match in sorted order."""
     if (found := first_match(folder, marker)) is None:
-        raise DataError(f"'{folder}' lacks {marker.replace('|', ' or ')}; complete the data set")
+        raise DataError(f"'{folder}' lacks {marker.replace('|', ' or ')}. Complete the data set.")
     return found
 
 
@@ -183,7 +183,7 @@ def images_below(top: Path) -> list[str]:
     def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:
         place = folder.resolve()
         if place in inside:
-            raise DataError(f"'{folder}' leads back to '{place}', which holds it; remove that link")
+            raise DataError(f"'{folder}' links back to '{place}', which contains it. Remove that link.")
         yield from (prefix + image for image in images_in(folder))
         for name in subfolders(folder):
             yield from walk(folder / name, f"{prefix}{name}/", inside | {place})
@@ -198,7 +198,7 @@ def images_in(folder: Path) -> list[str]:
         try:
             name.encode()
         except UnicodeEncodeError:  # bytes of the file system that Python has escaped
-            raise DataError(f"'{folder}' has the name {os.fsencode(name)!r}, which is not UTF-8; rename it") from None
+            raise DataError(f"'{folder}': got the name {os.fsencode(name)!r}, expected UTF-8. Rename it.") from None
     return names
 
 
@@ -229,4 +229,4 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        raise DataError(f"cannot look into '{folder}' ({error.strerror}); make it a readable folder") from error
+        raise DataError(f"cannot read the folder '{folder}' ({error.strerror}). Make it readable.") from error

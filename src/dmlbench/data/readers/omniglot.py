@@ -55,7 +55,7 @@ def omniglot(
         check_counts: require the published numbers of drawings and characters of each archive. False takes a subset.
     """
     if not 8 <= image_size <= 105:
-        raise ConfigError(f"image_size ({image_size}) must lie in [8, 105]; Omniglot's drawings are 105 x 105")
+        raise ConfigError(f"image_size: got {image_size}, expected 8 to 105, the size of Omniglot's drawings.")
     folder, layout = FOLDER.find(root)
     drawings = _find_drawings(_find_places(folder, archives), check_counts=check_counts)
     paths = list(drawings)
@@ -94,7 +94,7 @@ def omniglot(
 
 
 def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
-    """The archives to read, or their unpacked folders, which may lie in folders of their own."""
+    """The archives to read, or their unpacked folders, which may be nested in folders of the same name."""
     present = {}
     for name in ARCHIVES:
         unpacked = folder / name.removesuffix(".zip")
@@ -107,11 +107,11 @@ def _find_places(folder: Path, archives: Sequence[str] | None) -> list[Path]:
         return list(present.values())
     for name in archives:
         if name not in ARCHIVES:
-            raise ConfigError(f"Omniglot has no archive '{name}'; {closest(name, ARCHIVES)}")
+            raise ConfigError(f"Omniglot has no archive '{name}': {closest(name, ARCHIVES)}")
         if name not in present:
-            raise DataError(f"Omniglot's archive '{name}' is not in '{folder}'; {FOLDER.remedy}")
+            raise DataError(f"Omniglot's archive '{name}' is not in '{folder}'. {FOLDER.remedy}.")
     if not archives:
-        raise ConfigError("archives is empty; name at least one of " + ", ".join(ARCHIVES))
+        raise ConfigError(f"archives: got none, expected at least one of {', '.join(ARCHIVES)}.")
     return [present[name] for name in ARCHIVES if name in archives]
 
 
@@ -121,7 +121,7 @@ def _find_drawings(places: Sequence[Path], *, check_counts: bool) -> dict[str, S
     for place in places:
         found = images_by_path(place, r"[^/]+/character\d+/[^/]+")
         if not found:
-            raise DataError(f"'{place}' holds no drawings (Alphabet/characterNN/*.png); download the archive again")
+            raise DataError(f"'{place}' has no drawings (Alphabet/characterNN/*.png). Download the archive again.")
         if check_counts:
             _check_counts(place, found)
         drawings = found | drawings
@@ -139,8 +139,8 @@ def _check_counts(place: Path, drawings: Iterable[str]) -> None:
         wanted = "20 of each character of 5 alphabets"
     if not is_whole:
         raise DataError(
-            f"Omniglot's '{place}' has {counts[0]:,} drawings of {counts[1]:,} characters; published are {wanted}; "
-            "download it again, or accept a subset with dataset.table.check_counts=false"
+            f"Omniglot in '{place}': got {counts[0]:,} drawings of {counts[1]:,} characters, expected the published "
+            f"{wanted}. Download it again, or accept a subset with dataset.table.check_counts=false."
         )
 
 
@@ -163,7 +163,7 @@ FOLDER = DataFolder(
             lambda folder: _find_drawings(_find_places(folder, None), check_counts=False),
         ),
     ),
-    remedy="download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder "
+    remedy="Download images_background.zip and images_evaluation.zip from github.com/brendenlake/omniglot (folder "
     "python)",
     published=_PUBLISHED,
     home="https://github.com/brendenlake/omniglot",

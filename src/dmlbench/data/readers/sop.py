@@ -23,8 +23,8 @@ def sop(root: str | Path, *, check_counts: bool = True) -> ImageTable:
     last = max(map(int, table.class_names))
     if check_counts and last != NUM_CLASSES:
         raise DataError(
-            f"the lists of '{table.root}' name classes up to {last:,}, published are 1 to {NUM_CLASSES:,}; put the "
-            "original lists there"
+            f"lists in '{table.root}': got classes up to {last:,}, expected the published 1 to {NUM_CLASSES:,}. "
+            "Replace them with the original lists."
         )
     return table
 
@@ -61,7 +61,7 @@ FOLDER = DataFolder(
             _of_lists,
         ),
     ),
-    remedy="unpack Stanford_Online_Products.zip there",
+    remedy="Unpack Stanford_Online_Products.zip there",
     published=Published({"train": (59_551, 11_318), "test": (60_502, 11_316)}),
     home="https://cvgl.stanford.edu/projects/lifted_struct/",
     terms="research; the images belong to the sellers who put them on eBay",

@@ -39,11 +39,12 @@ def images_by_path(place: Path, pattern: str) -> dict[str, StoredImage]:
             with zipfile.ZipFile(place) as archive:
                 members = [member for member in archive.infolist() if is_image(member.filename.rsplit("/", 1)[-1])]
         except _DAMAGED as error:
-            raise DataError(f"the archive '{place}' is damaged ({error}); download it again") from error
+            raise DataError(f"the archive '{place}' is damaged ({error}). Download it again.") from error
         for member in members:
             if member.file_size > _MOST_BYTES:
                 raise DataError(
-                    f"'{member.filename}' in '{place}' has {member.file_size:,} bytes, expected a small image"
+                    f"'{member.filename}' in '{place}': got {member.file_size:,} bytes, expected at most "
+                    f"{_MOST_BYTES:,}. Get the original."
                 )
         images = [StoredImage(place, member.filename, str(member.CRC)) for member in members]
     ending = re.compile(f"(?:^|/)({pattern})$")
@@ -58,7 +59,7 @@ def content_digest(images: Mapping[str, StoredImage]) -> str:
 def file_stamp(file: Path) -> str:
     """Size and time of a file, which change when it does."""
     if not file.is_file():
-        raise DataError(f"'{file}' cannot be read: it is missing or not a file; replace it")
+        raise DataError(f"'{file}' cannot be read: it is missing or not a file. Replace it.")
     status = file.stat()
     return f"{status.st_size} {status.st_mtime_ns}"
 
@@ -80,6 +81,6 @@ def decoded(
                     pixels[row] = convert(opened)
             except _DAMAGED as error:
                 raise DataError(
-                    f"'{image.member}' in '{image.place}' cannot be read ({error}); get the original"
+                    f"'{image.member}' in '{image.place}' cannot be read ({error}). Get the original."
                 ) from error
     return pixels

@@ -30,9 +30,7 @@ def tiny_imagenet(root: str | Path, *, parts: Sequence[str] = ("train",), check_
     merged = tuple(part for part in PARTS if part in parts)
     if isinstance(parts, str) or not parts or len(merged) < len(parts):
         shown = f"the text '{parts}'" if isinstance(parts, str) else ", ".join(parts) or "none"
-        raise ConfigError(
-            f"parts ({shown}) of tiny_imagenet must be a list of train, val or both; correct dataset.table.parts"
-        )
+        raise ConfigError(f"dataset.table.parts: got {shown}, expected a list of train, val or both.")
     return _with_parts(merged).table(root, check_counts=check_counts)
 
 
@@ -41,7 +39,7 @@ def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
     listed.check_unique("wnid")
     words_of = read_list(folder / "words.txt", ("wnid", "words"), separator="\t")
     words = dict(zip(words_of["wnid"], words_of["words"], strict=True))
-    listed.check_known("wnid", words, "words.txt")
+    listed.check_known("wnid", words, "the ids in words.txt")
     number_of = {wnid: number for number, wnid in enumerate(listed["wnid"])}
     images = [image for part in parts for image in _images_of_part(folder, part, number_of)]
     return Listing(
@@ -56,16 +54,16 @@ def _of_lists(folder: Path, *, parts: Sequence[str]) -> Listing:
 def _images_of_part(folder: Path, part: str, number_of: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Paths and classes of the images in one part of the archive."""
     if not (folder / part).is_dir():
-        raise DataError(f"Tiny-ImageNet in '{folder}' lacks {part}; complete it or correct dataset.table.parts")
+        raise DataError(f"Tiny-ImageNet in '{folder}' lacks {part}. Complete it or correct dataset.table.parts.")
     if part == "val" and (folder / "val" / "images").is_dir():
         rows = read_list(folder / "val" / "val_annotations.txt", ("file", "wnid", "x_0", "y_0", "x_1", "y_1"))
-        rows.check_known("wnid", number_of, "wnids.txt")
+        rows.check_known("wnid", number_of, "the ids in wnids.txt")
         for name, wnid in zip(rows["file"], rows["wnid"], strict=True):
             yield f"val/images/{name}", number_of[wnid]
         return
     for wnid in subfolders(folder / part):
         if wnid not in number_of:
-            raise DataError(f"'{folder / part / wnid}' is no class of '{folder / 'wnids.txt'}'; move it away")
+            raise DataError(f"'{folder / part / wnid}' is not a class of '{folder / 'wnids.txt'}'. Move it away.")
         inner = "images" if (folder / part / wnid / "images").is_dir() else ""
         prefix = "/".join(filter(None, (part, wnid, inner)))
         for name in images_in(folder / prefix):
@@ -84,7 +82,7 @@ def _with_parts(parts: tuple[str, ...]) -> DataFolder:
                 partial(_of_lists, parts=parts),
             ),
         ),
-        remedy="unpack tiny-imagenet-200.zip there",
+        remedy="Unpack tiny-imagenet-200.zip there",
         published=_PUBLISHED_OF_PARTS[parts],
         home="http://cs231n.stanford.edu/",
         terms="ImageNet's terms: non-commercial research and education",

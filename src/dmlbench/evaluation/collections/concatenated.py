@@ -196,10 +196,10 @@ def numba_rank() -> Callable[..., NDArray[np.bool_]] | None:
     try:
         from dmlbench.evaluation.collections.numba_ranking import is_cached, rank
     except Exception as error:  # numba is missing, does not fit the other libraries, or has no folder for its cache
-        logger.info("collections are ranked without numba, in more time (%s); the extra 'fast' brings it", error)
+        logger.info("ranking collections without numba, which is slower (%s). The extra 'fast' installs it.", error)
         return None
     if not is_cached():
-        logger.info("compiling the numba kernels that rank collections, once: up to ten seconds")
+        logger.info("compiling the numba kernels that rank collections (only once, up to ten seconds)")
     return rank
 
 

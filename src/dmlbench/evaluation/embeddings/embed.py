@@ -118,8 +118,8 @@ def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
     """Load the state of ``save_distance`` into ``distance``."""
     state, _ = _read(
         path,
-        f"there is no {path}, without which its embeddings cannot be compared; embed the images again "
-        "(from_checkpoint=true), or remove the run's folder and run it again: what is complete is skipped",
+        f"{path} is missing, and the run's embeddings cannot be compared without it. Embed the images again "
+        "(from_checkpoint=true), or remove the run's folder and run it again.",
     )
     try:
         distance.load_state_dict(state)
@@ -129,7 +129,7 @@ def load_distance(path: str | os.PathLike[str], distance: nn.Module) -> None:
 
 def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
     """Read a file of ``save_embeddings``."""
-    tensors, metadata = _read(path, f"there is no embedding file {path}; run `dmlbench train` for this config first")
+    tensors, metadata = _read(path, f"{path} is missing. Run `dmlbench train` for this config first.")
     rows, labels, ids, role = (tensors.get(name, torch.empty(())) for name in ("rows", "labels", "ids", "role"))
     if (
         rows.ndim != 2
@@ -138,8 +138,8 @@ def load_embeddings(path: str | os.PathLike[str]) -> StoredEmbeddings:
         or role.unique().tolist() not in ([ROLE_BOTH], [ROLE_QUERY, ROLE_GALLERY])
     ):
         raise RunError(
-            f"{path} is not an embedding file: expected floating-point rows [N, D], and [N] whole numbers labels, ids "
-            "and role: 0 of all rows, or 1 of queries and 2 of gallery items"
+            f"{path} is not an embedding file: expected floating-point rows [N, D], and labels, ids and role [N] as "
+            "whole numbers. The role is 0 for all rows, or 1 for queries and 2 for gallery items."
         )
     if _ABOUT in metadata:  # the metadata of earlier files is not nested
         metadata = json.loads(metadata[_ABOUT])
@@ -159,9 +159,11 @@ def _read(path: str | os.PathLike[str], missing: str) -> tuple[dict[str, Tensor]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             return tensors, dict(file.metadata() or {})
     except PermissionError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}); make it readable") from error
+        raise RunError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
     except SafetensorError as error:
-        raise RunError(f"{path} is truncated or damaged ({error}); remove the run's folder and run it again") from error
+        raise RunError(
+            f"{path} is truncated or damaged ({error}). Remove the run's folder and run it again."
+        ) from error
 
 
 def read_embeddings(
@@ -182,11 +184,11 @@ def read_embeddings(
         gallery_labels: file of its labels.
     """
     if gallery is None and gallery_labels is not None:
-        raise RunError(f"gallery_labels ({gallery_labels}) belongs to a gallery; give gallery=<file> too")
+        raise RunError(f"gallery_labels: got {gallery_labels}, but no gallery. Set gallery=<file>, too.")
     parts = _read_arrays(path)
     if "role" in parts and Path(path).suffix == ".safetensors":  # only ``save_embeddings`` writes them
         if labels is not None or gallery is not None:
-            raise RunError(f"{path} says itself what is query and gallery; leave labels and gallery away")
+            raise RunError(f"{path} already holds labels and roles. Leave labels and gallery out.")
         return load_embeddings(path)
     query = _arrays(path, parts, labels, "labels")
     others = None if gallery is None else _arrays(gallery, _read_arrays(gallery), gallery_labels, "gallery_labels")
@@ -202,20 +204,22 @@ def _arrays(path: str | Path, parts: dict[str, Array], labels: str | Path | None
     """Rows, labels and ids; ``option`` is the key that names the file ``labels``."""
     rows, inside = _part(path, parts, ROWS), _part(path, parts, LABELS)
     if rows is None:
-        raise RunError(f"{path} holds no {' or '.join(map(repr, ROWS[:-1]))} but {list(parts)}; rename its embeddings")
+        raise RunError(
+            f"{path}: got {list(parts)}, expected {' or '.join(map(repr, ROWS[:-1]))}. Rename its embeddings."
+        )
     if labels is not None and inside is not None:
-        raise RunError(f"{path} holds labels and {labels} was given too; leave one of them away")
+        raise RunError(f"{path} holds labels, and {labels} was given, too. Leave one of them out.")
     if labels is not None:
         inside = _part(labels, _read_arrays(labels), (*LABELS, ""))
     if inside is None:
-        raise RunError(f"{labels or path} holds no labels; add them as 'labels', or give {option}=<file>")
+        raise RunError(f"{labels or path} holds no labels. Add them as 'labels', or set {option}=<file>.")
     return rows, inside, _part(path, parts, IDS)
 
 
 def _part(path: str | Path, parts: dict[str, Array], names: tuple[str, ...]) -> Array | None:
     found = [name for name in names if name in parts]
     if len(found) > 1:
-        raise RunError(f"{path} holds {' and '.join(map(repr, found))}: which one is meant? Remove the others")
+        raise RunError(f"{path}: got {' and '.join(map(repr, found))}, expected one of them. Remove the others.")
     return parts[found[0]] if found else None
 
 
@@ -223,9 +227,9 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
     """Arrays of a file by name; "" if the file holds one nameless array."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise RunError(f"{path} is of an unknown kind; known: {', '.join(SUFFIXES)}")
+        raise RunError(f"{path}: unknown file type, expected one of {', '.join(SUFFIXES)}.")
     if not path.is_file():
-        raise RunError(f"there is no file {path}")
+        raise RunError(f"{path} is missing.")
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
@@ -245,7 +249,7 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
     if isinstance(loaded, dict):
         return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
     if not isinstance(loaded, np.ndarray | torch.Tensor):
-        raise RunError(f"{path} holds a {type(loaded).__name__}; save a tensor, or a dictionary of tensors")
+        raise RunError(f"{path}: got a {type(loaded).__name__}, expected a tensor or a dictionary of tensors.")
     return {"": loaded}
 
 
@@ -260,7 +264,7 @@ def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet,
         check_sets(queries, queries)
         return queries, None
     if (query[2] is None) != (gallery[2] is None):
-        raise RunError("ids: got them for one of queries and gallery. Give them for both or for neither.")
+        raise RunError("ids: got ids for only one of queries and gallery. Give ids for both or for neither.")
     others = _set_of(gallery, "gallery", first_id=len(queries))
     check_sets(queries, others)
     return queries, others
@@ -287,7 +291,7 @@ def _set_of(arrays: Arrays, name: str, *, first_id: int) -> EmbeddingSet:
 def _tensor(values: Array, dtype: torch.dtype, what: str) -> Tensor:
     """Values as ``dtype`` if that is of their kind; memory is shared if possible."""
     if isinstance(values, np.ma.MaskedArray):
-        raise RunError(f"{what}: got a masked array, whose mask would be lost. Leave out what it hides.")
+        raise RunError(f"{what}: got a masked array, expected one without a mask. Remove the masked values.")
     values = values if isinstance(values, Tensor) else np.asarray(values)
     given = values.dtype
     if not isinstance(values, Tensor):
@@ -311,7 +315,7 @@ def self_columns(query_ids: IntArray, gallery_ids: IntArray) -> IntArray:
     ordered = gallery_ids[order]
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
-        raise RunError(f"row id {ordered[twice[0]]} occurs more than once in the gallery; ids must be unique")
+        raise RunError(f"ids: got {ordered[twice[0]]} more than once in the gallery, expected unique ids.")
     place = np.minimum(np.searchsorted(ordered, query_ids), len(ordered) - 1)
     return np.where(ordered[place] == query_ids, order[place], -1).astype(np.int64)
 
@@ -335,12 +339,12 @@ def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
                     f"{name} {what}: got shape {tuple(values.shape)}, expected ({shape[0]},), one for each row."
                 )
         if not 0 < len(part) < MAX_ROWS:
-            raise RunError(f"the {name} set has {len(part)} rows, expected 1 to {MAX_ROWS - 1}")
+            raise RunError(f"{name} rows: got {len(part)}, expected 1 to {MAX_ROWS - 1}.")
         check_finite(part.rows, part.ids, what=f"{name} embedding")
     if queries.rows.shape[1] != gallery.rows.shape[1]:
         raise RunError(
-            f"queries have {queries.rows.shape[1]} dimensions and the gallery has {gallery.rows.shape[1]}; "
-            "embed both with the same model"
+            f"got queries with {queries.rows.shape[1]} dimensions and a gallery with {gallery.rows.shape[1]}, expected "
+            "the same. Embed both with the same model."
         )
 
 
@@ -353,7 +357,7 @@ def check_finite(rows: Tensor, ids: Tensor, *, what: str) -> None:
         first = int(torch.nonzero(~finite)[0, 0])
         raise RunError(
             f"{what} of row id {int(ids[first])} holds NaN or infinity ({int((~finite).sum())} of {len(rows)} rows "
-            "do); if the model has diverged, lower the learning rate or clip the gradient"
+            "do). If the model has diverged, lower the learning rate or clip the gradient."
         )
 
 

@@ -36,7 +36,7 @@ class KmeansSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
-            raise ConfigError(f"kmeans_seed ({self.seed}) must lie in [0, 2^31), the seeds that faiss takes")
+            raise ConfigError(f"kmeans_seed: got {self.seed}, expected a number in [0, 2^31), as faiss requires.")
         check_choice("kmeans_library", self.library, get_args(KmeansLibrary))
         check_choice("kmeans_init", self.init, get_args(KmeansInit))
         check_at_least(1, kmeans_restarts=self.restarts, kmeans_max_steps=self.max_steps)
@@ -60,7 +60,7 @@ def kmeans_of(text: str) -> KmeansSettings:
     form = r"(\S+?)(?:, (k-means\+\+))?(?:, (\d+) starts)?(?:, (\d+) steps)?, seed (\d+)"
     found = re.fullmatch(form, text.removesuffix(ON_GPU))
     if found is None:
-        raise ConfigError(f"kmeans: got '{text}', expected the text of settings, such as 'faiss, seed 0'.")
+        raise ConfigError(f"kmeans: got '{text}', expected settings such as 'faiss, seed 0'.")
     library: Any
     init: Any
     library, init, restarts, steps, seed = found.groups()
@@ -205,8 +205,8 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
         num_directions += length > 0
     if not intra or len(starts) < 2:
         raise RunError(
-            f"{len(labels)} items of {len(starts)} classes: distances within and between classes need two classes, one "
-            f"of them with two items; leave intra_class_distance and inter_class_distance out of evaluation.metrics"
+            f"intra_class_distance, inter_class_distance: got {len(labels)} items of {len(starts)} classes, expected "
+            "at least two classes, one of them with two items. Leave them out of evaluation.metrics."
         )
     inter = 1 - (float(directions @ directions) - num_directions) / (len(starts) * (len(starts) - 1))
     return float(np.mean(intra)), inter

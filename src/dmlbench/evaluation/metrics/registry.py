@@ -212,7 +212,7 @@ def score_named(name: str) -> Score:
     metric = METRICS.get(f"{family}_at_k")
     if metric is None or not re.fullmatch("[1-9][0-9]{0,8}", k):
         hint = closest(name, list(METRICS))
-        raise ConfigError(f"'{name}' is no score: {hint}; _at_k stands for a number, as in recall_at_10")
+        raise ConfigError(f"'{name}' is not a score: {hint} _at_k needs a number for k, as in recall_at_10.")
     return Score(metric, int(k))
 
 
@@ -230,14 +230,14 @@ def scores_of(metrics: Sequence[str], recall_at: Sequence[int] = DEFAULT_RECALL_
     values = list(recall_at)
     if any(not isinstance(k, Integral) or not 1 <= k < 10**9 for k in values) or values != sorted(set(values)):
         raise ConfigError(
-            f"recall_at ({values}) must be increasing whole numbers from 1 to 999,999,999, such as [1, 2, 4, 8]"
+            f"recall_at: got {values}, expected increasing whole numbers from 1 to 999,999,999, such as [1, 2, 4, 8]."
         )
     if not metrics:
-        raise ConfigError(f"metrics is empty; name at least one of {', '.join(METRICS)}")
+        raise ConfigError(f"metrics: got none, expected at least one of {', '.join(METRICS)}.")
     if len(set(metrics)) < len(metrics):
-        raise ConfigError(f"metrics ({', '.join(metrics)}) names one twice; name each once")
+        raise ConfigError(f"metrics: got {', '.join(metrics)}, expected each name once.")
     if not values and (of_k := [name for name in metrics if name in METRICS and METRICS[name].takes_k]):
-        raise ConfigError(f"recall_at is empty, and metrics asks for {', '.join(of_k)}; name a K, or leave it out")
+        raise ConfigError(f"recall_at: got none, but metrics has {', '.join(of_k)}. Add a K, or leave the metric out.")
     found: set[Score] = set()
     for name in metrics:
         metric = METRICS.get(name)

@@ -169,7 +169,7 @@ class PairwiseSearch(Search):
 
     def _checked(self, value: Tensor) -> Tensor:
         if not bool(torch.isfinite(value).all()):
-            raise RunError(f"{type(self.distance).__name__} gave NaN or infinity; its state is damaged")
+            raise RunError(f"{type(self.distance).__name__} returned NaN or infinity: its state is damaged.")
         return value
 
     def plan(self, k: int, num_wanted: int) -> ScanPlan:

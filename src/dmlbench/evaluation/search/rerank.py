@@ -86,7 +86,7 @@ def rerank_nearest(
             value = reranker.reranked_similarities(rows_at(asked, part[start:stop]), neighbors, known)
             (found,) = to_host(value.masked_fill(~known, -torch.inf))
             if np.isnan(found).any():
-                raise RunError(f"{type(reranker).__name__} gave NaN for finite embeddings; embed the images again")
+                raise RunError(f"{type(reranker).__name__} returned NaN for finite embeddings. Embed the images again.")
             order = np.argsort(-found, axis=1, kind="stable")
             ordered[start:stop] = np.take_along_axis(columns[start:stop], order, 1)
             values[start:stop] = np.take_along_axis(found, order, 1)
@@ -112,14 +112,14 @@ def check_shortlist(shortlist: int, distance: "BaseDistance | None", *, k: int, 
     if not hasattr(distance, "shortlist_rows"):
         named = "the distance of unit vectors" if distance is None else type(distance).__name__
         raise ConfigError(
-            f"shortlist ({shortlist}) needs a distance with cheap rows to make a shortlist by, which {named} has not; "
-            "set evaluation.shortlist=null, which ranks the whole gallery"
+            f"evaluation.shortlist: got {shortlist}, but {named} does not support shortlists. Set "
+            "evaluation.shortlist=null to rank the whole gallery."
         )
     needed = min(k, num_gallery)
     if shortlist < needed:
         raise ConfigError(
-            f"shortlist ({shortlist}) is below {needed}, the first places that the scores need (the largest class or "
-            f"recall_at); set evaluation.shortlist to {needed} or more, or to null for the whole gallery"
+            f"evaluation.shortlist: got {shortlist}, expected at least {needed} places for these scores (the largest "
+            "class or recall_at), or null for the whole gallery."
         )
 
 
@@ -188,7 +188,7 @@ def nearest(
     search = search_by(distance, queries, gallery, tile_bytes=tile_bytes)
     available = search.num_gallery - int((search.own_column >= 0).any())
     if not 1 <= k <= available:
-        raise ConfigError(f"k ({k}) must lie in [1, {available}], the gallery items that every query may find")
+        raise ConfigError(f"k: got {k}, expected 1 to {available}, the gallery items that every query may find.")
     index = np.concatenate([columns for _, columns in search.nearest(k, wanted=wanted)])
     value = search.exact(wanted)(np.repeat(wanted, k), index.reshape(-1)).reshape(index.shape)
     if isinstance(search, UnitSearch):

@@ -194,7 +194,7 @@ def moved_to(device: torch.device, rows: Tensor | None) -> Tensor | None:
     try:
         return None if rows is None else rows.to(device)
     except torch.OutOfMemoryError:
-        logger.warning("%s has no memory for the whole gallery; it is moved there tile by tile", device)
+        logger.warning("%s lacks memory for the whole gallery; copying it tile by tile", device)
         return None
 
 
@@ -206,10 +206,10 @@ def halved_where_full(work: Callable[[int, int], None], start: int, stop: int, *
     except torch.OutOfMemoryError as error:
         if stop - start <= 1:
             raise RunError(
-                f"{device} has no memory left for a tile of one item; lower tile_bytes, or set evaluation.device=cpu"
+                f"{device} is out of memory for a tile of one item. Lower tile_bytes, or set evaluation.device=cpu."
             ) from error
     # here, where nothing of the failed tile is held any more
-    logger.warning("%s is out of memory for a tile of %d items; halving it", device, stop - start)
+    logger.warning("%s is out of memory for a tile of %d items; halving the tile", device, stop - start)
     torch.cuda.empty_cache()
     middle = (start + stop) // 2
     halved_where_full(work, start, middle, device=device)

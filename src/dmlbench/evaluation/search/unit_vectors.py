@@ -208,7 +208,7 @@ def _largest_length(rows: FloatRows) -> float:
 
 def check_tile_bytes(tile_bytes: int) -> None:
     if tile_bytes < MIN_TILE_BYTES:
-        raise ConfigError(f"tile_bytes ({tile_bytes}) is below {MIN_TILE_BYTES}; raise it ({TILE_BYTES} is usual)")
+        raise ConfigError(f"tile_bytes: got {tile_bytes}, expected at least {MIN_TILE_BYTES} (default: {TILE_BYTES}).")
 
 
 class UnitSearch(Search):
@@ -254,7 +254,7 @@ class UnitSearch(Search):
             self.free_bytes -= size if fits else 0
         self.by_faiss = back_end == "faiss" and self.on_host and self.operand is not None
         if back_end == "faiss" and not self.by_faiss:
-            logger.info("torch searches: faiss would need a CPU and more tile_bytes than %d", tile_bytes)
+            logger.info("searching with torch: faiss needs a CPU and more tile_bytes than %d", tile_bytes)
 
     def _held(self, rows: Tensor, tile_bytes: int) -> UnitRows:
         unit = hold_unit_rows(rows, within_bytes=self.free_bytes - 3 * tile_bytes // 4)

@@ -100,7 +100,9 @@ class AttentionPool(WeightedPooling):
         if self.merge == "mean":
             return embedding_size
         if embedding_size % self.num_queries:
-            raise ConfigError(f"num_queries: got {self.num_queries}, expected a divisor of {embedding_size}.")
+            raise ConfigError(
+                f"num_queries: got {self.num_queries}, expected a divisor of the embedding size {embedding_size}."
+            )
         return embedding_size // self.num_queries
 
     def output_width(self, projected_size: int) -> int:

@@ -89,8 +89,8 @@ def check_width(features: Tensor, expected: int) -> None:
     """Check C of a map, or D of projected features, against what the pooling was built for."""
     if features.shape[1] != expected:
         raise ConfigError(
-            f"pooling: got {features.shape[1]} channels, expected {expected}. Set num_channels to the last map's, and "
-            "embedding_size (or feature_size, width) to the projection's."
+            f"pooling: got {features.shape[1]} channels, expected {expected}. Set the pooling's num_channels to the "
+            "last map's channels, and its embedding_size (or feature_size, width) to the projection's output size."
         )
 
 
@@ -103,7 +103,9 @@ def project_pixels(x: Tensor, project: Projection, width: int) -> Tensor:
 
 def reduced_width(num_channels: int, channel_reduction: int) -> int:
     if not 1 <= channel_reduction <= num_channels:
-        raise ConfigError(f"channel_reduction: got {channel_reduction}, expected 1 to {num_channels}, the channels.")
+        raise ConfigError(
+            f"channel_reduction: got {channel_reduction}, expected 1 to {num_channels}, the number of channels."
+        )
     return num_channels // channel_reduction
 
 

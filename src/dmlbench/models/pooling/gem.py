@@ -45,7 +45,7 @@ class Gem(Pooling):
         super().__init__()
         check_positive(power=power, epsilon=epsilon)
         if per_channel and num_channels is None:
-            raise ConfigError("num_channels: got null, expected C with per_channel=true.")
+            raise ConfigError("num_channels: got null, expected the number of channels with per_channel=true.")
         self.epsilon = epsilon
         size = num_channels if per_channel and num_channels is not None else 1
         self.power = nn.Parameter(torch.full((size, 1, 1), float(power)), requires_grad=learn_power)

@@ -85,7 +85,7 @@ class PrototypePooling(Pooling):
             self.prototypes.copy_(greedy_k_center(self.memory[:first], self.memory[first:], first))
             self._started = True
             self.prototypes_started.fill_(True)
-            logger.info("step %d: %d prototypes start from %d embeddings", step, self.num_prototypes, capacity)
+            logger.info("step %d: initialized %d prototypes from %d embeddings", step, self.num_prototypes, capacity)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)

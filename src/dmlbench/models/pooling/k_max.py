@@ -20,7 +20,7 @@ class KMax(Pooling):
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         pixels = x.flatten(2)  # [B, C, HW]
         if self.k > pixels.shape[2]:
-            raise ConfigError(f"k: got {self.k}, expected at most {pixels.shape[2]}, the pixels of the map.")
+            raise ConfigError(f"k: got {self.k}, expected at most {pixels.shape[2]}, the map's pixels.")
         largest = pixels.topk(self.k, dim=2, sorted=False).values  # [B, C, k]
         return Pooled(project(largest.mean(dim=2, dtype=torch.promote_types(x.dtype, torch.float32))))
 
