@@ -66,7 +66,7 @@ def test_a_module_has_a_learning_rate_of_its_own() -> None:
     rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     assert {rates[id(p)] for p in objective["loss"]["network"].parameters()} == {(5e-3, 0.0)}
     assert {rates[id(p)] for p in objective["loss"]["other"].parameters()} == {(0.1, 0.0)}
-    with pytest.raises(ConfigError, match=r"got 'nothing', expected a group or a module of this loss; .*network"):
+    with pytest.raises(ConfigError, match=r"got 'nothing', expected a group or a module of this loss: .*network"):
         make_optimizer(groups, _settings(lr_multipliers={"nothing": 1.0}), modules=[objective])
 
 
