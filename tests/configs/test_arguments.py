@@ -30,7 +30,10 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["fold==3"], "cannot parse fold==3"),
         (["pooling=gap,gmp"], "pooling=gap,gmp: got several values, expected one. Add -m"),
         (["dataset=omniglot/*"], "omniglot=* is unknown"),
-        (["loss._target_=pytorch_metric_learning.losses.NTXentLoss", "+loss.temperature=nan"], "temperature is nan"),
+        (
+            ["loss._target_=pytorch_metric_learning.losses.NTXentLoss", "+loss.temperature=nan"],
+            "loss.temperature: got nan, expected a finite number.",
+        ),
         (["--fast"], "unrecognized arguments: --fast. See dmlbench train --help."),
         (["--shard", "2/3"], "--shard: got dmlbench train, expected dmlbench reproduce. To share a sweep, start "),
         (["--why", "-m"], "--why explains one run"),

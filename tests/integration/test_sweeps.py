@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from forked import Process
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 
 from dmlbench.cli.errors import guarded
-from dmlbench.cli.hydra_command import raise_failures
+from dmlbench.cli.hydra_command import raise_failures, sweep_jobs
 from dmlbench.cli.preflight import warn_of_jobs
 from dmlbench.cli.progress import Progress
-from dmlbench.config import composing
+from dmlbench.config import compose, composing
 from dmlbench.results.store import RESULT, find_runs, locked
 from dmlbench.types import ConfigError, RunError
 
@@ -116,6 +117,13 @@ def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("dmlbench: fold=0 +loss.x=1 and 1 more will fail: loss.x is not an argument of ")
     assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3, the folds of the protocol."
+
+
+def test_overrides_of_a_sweep_keep_their_interpolations() -> None:
+    with composing():
+        jobs = sweep_jobs(["fit.max_steps=${epochs:4}", "fold=0,1"])
+    settings = [OmegaConf.to_container(compose("train", job), resolve=False) for job in jobs]
+    assert [(each["fit"]["max_steps"], each["fold"]) for each in settings] == [("${epochs:4}", 0), ("${epochs:4}", 1)]
 
 
 def test_a_misspelt_option_ends_a_sweep_with_one_message(command) -> None:

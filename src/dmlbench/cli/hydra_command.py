@@ -106,7 +106,8 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
         return []
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     parser = OverridesParser.create(config_loader=composer.config_loader)
-    return list(BasicSweeper.split_arguments(parser.parse_overrides([*params, *config.hydra.overrides.task]), None)[0])
+    task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # such as fit.max_steps=${epochs:4}
+    return list(BasicSweeper.split_arguments(parser.parse_overrides([*params, *task]), None)[0])
 
 
 @contextlib.contextmanager
