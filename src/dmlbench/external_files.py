@@ -11,7 +11,7 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dmlbench.types import not_a_file
+from dmlbench.types import closest, not_a_file
 
 MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 50
@@ -165,7 +165,7 @@ def _first_error(error: ValidationError, schema: type[BaseModel], content: Any) 
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")  # a misspelt key
     place = ".".join(_place(first["loc"], content))
     if first["type"] == "extra_forbidden":
-        known = "" if "." in place else f", expected one of {', '.join(schema.model_fields)}"
+        known = "" if "." in place else f": {closest(place, list(schema.model_fields)).removesuffix('.')}"
         return f"{place} is unknown{known}"
     if first["type"] == "missing":
         return f"{place} is missing"

@@ -50,7 +50,7 @@ def test_a_run_gets_four_digits_within_the_bounds() -> None:
         ({"optim.lr": 0.1}, "space.optim.lr: got 0.1, expected bounds such as .* or choices such as"),
         ({"optim.lr": {"low": 1}}, "got low=1.0 and high=None, expected low < high"),
         ({"optim.lr": {"low": "1e-6", "high": 1}}, "space.optim.lr: low: got '1e-6', expected a valid number"),
-        ({"optim.lr": {"low": 1, "hihg": 2}}, "space.optim.lr: hihg is unknown, expected one of .*high"),
+        ({"optim.lr": {"low": 1, "hihg": 2}}, "space.optim.lr: hihg is unknown: did you mean 'high'"),
         ({"optim.lr": {"low": 2, "high": 1}}, "got low=2.0 and high=1.0, expected low < high"),
         ({"optim.lr": {"low": 0, "high": 1, "log": True}}, "got low=0.0 .* both positive with log: true"),
         ({"optim.lr": {**LR, "log": "yes"}}, "space.optim.lr: log: got 'yes', expected a valid boolean"),
