@@ -4,9 +4,10 @@ import copy
 import functools
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.config import arguments_of, compose
+from dmlbench.config import arguments_of, compose, config_folder
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -17,6 +18,25 @@ def composed(*overrides: str) -> DictConfig:
 @functools.cache
 def _composed(*overrides: str) -> DictConfig:
     return compose("train", list(overrides))
+
+
+def with_values(*values: str, base: tuple[str, ...] = ()) -> DictConfig:
+    """``composed(*base)`` with other values, without composing them."""
+    cfg = composed(*base)
+    cfg.merge_with_dotlist(list(values))
+    return cfg
+
+
+def option(group: str, name: str) -> dict[str, Any]:
+    """An option of ``conf`` with those that it builds on, without composing a whole configuration."""
+    own = yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text("utf-8"))
+    merged: dict[str, Any] = {}
+    for base in own.pop("defaults", ()):
+        if isinstance(base, str) and base != "_self_":
+            merged |= option(group, base)
+        elif isinstance(base, dict) and (key := next(iter(base))).startswith("/"):
+            merged[key.partition("@")[2]] = option(group, base[key])
+    return OmegaConf.to_container(OmegaConf.merge(merged, own))  # type: ignore[return-value]
 
 
 def arguments(command: str, *overrides: str) -> Any:

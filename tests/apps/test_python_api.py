@@ -85,12 +85,13 @@ def test_tune_returns_the_trials_and_writes_the_recipe_that_run_takes(tmp_path, 
     place = [f"paths.output_dir={tmp_path}/out", f"paths.cache_dir={tmp_path}/cache"]
     short = [each for each in SHORT if not each.startswith("protocol")]
     frame = db.tune("tiny", *short, *place, config_dir=tmp_path / "conf", progress=False)
-    assert capsys.readouterr().out == ""
     assert list(frame.columns) == ["trial", "state", "score", "steps", "optim.lr", "runs", "note"]
     best, second = frame["score"]
     assert len(set(frame["optim.lr"])) == 2 and 0 <= second <= best <= 1
     scores = read_result(tmp_path / "out" / frame.loc[0, "runs"])["metrics"]
     assert scores["val"]["map_at_r"] == best and "test" not in scores
+    again = db.tune("tiny", *short, *place, config_dir=tmp_path / "conf", progress=False)
+    assert again.equals(frame) and capsys.readouterr().out == ""
     run_dir = db.run(
         *place, "recipe=tiny", *short, "protocol=held_out",
         config_dir=tmp_path / "out" / "tuning" / "tiny",

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands_of_tables import Command, own_commands
-from composed import composed
-from devices.test_dry_run import option
+from composed import composed, option, with_values
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dmlbench import build
@@ -227,14 +226,9 @@ def test_enhancements_add_up_in_any_combination() -> None:
 def test_a_data_set_brings_its_transform_and_the_command_line_decides() -> None:
     assert compose("train", ["dataset=glyphs"]).transform.train.padding == 4
     assert compose("train", ["dataset=glyphs", "transform=avsl"]).transform.train.crop == 224
+    assert compose("train", ["dataset=cars196"]).transform.train.crop == 227
+    assert compose("train", ["dataset=cars196", "transform=avsl"]).transform.train.crop == 224
     assert compose("train", ["experiment=demo"]).transform.train.padding == 3
-
-
-def changed(*values: str) -> DictConfig:
-    """The default configuration with other values."""
-    cfg = composed()
-    cfg.merge_with_dotlist(list(values))
-    return cfg
 
 
 def test_config_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> None:
@@ -244,10 +238,10 @@ def test_config_ignores_coordinates_and_machine_but_not_what_moves_numbers() -> 
     files = ("paths.output_dir=x", "paths.data_dir=y", "paths.cache_dir=z", "fit.keep=both")
     others = ("fit.checkpoint_every=7", "evaluation.back_end=torch", "evaluation.device=cpu", "logger={wandb: {}}")
     for each in (*machine, *coordinates, *files, *others):
-        assert config_id(changed(each)) == default, each
+        assert config_id(with_values(each)) == default, each
     gmp = "pooling._target_=dmlbench.models.pooling.global_pooling.Gmp"
     for each in ("fit.precision=bf16", "optim.lr=1.0", "dataset.table.seed=1", "head.out_features=64", gmp):
-        assert config_id(changed(each)) != default, each
+        assert config_id(with_values(each)) != default, each
 
 
 def test_keys_added_later_count_where_they_differ() -> None:
@@ -256,13 +250,13 @@ def test_keys_added_later_count_where_they_differ() -> None:
         del before.loss["simix"]
     simix.loss.simix = True
     assert config_sha256(plain) == config_sha256(before) != config_sha256(simix)
-    old, averaged = (OmegaConf.to_container(changed(f"fit.ema={ema}")) for ema in ("null", 0.9))
+    old, averaged = (OmegaConf.to_container(with_values(f"fit.ema={ema}")) for ema in ("null", 0.9))
     del old["fit"]["ema"]
     assert [config_settings(each)["fit.ema"] for each in (old, averaged)] == [None, 0.9]  # tables tell them apart
 
 
 def test_run_hash_knows_coordinates_and_seed() -> None:
-    hashes = {run_sha256(changed(each)) for each in ("fold=0", "fold=1", "repeat=1", "base_seed=1", "device=cpu")}
+    hashes = {run_sha256(with_values(each)) for each in ("fold=0", "fold=1", "repeat=1", "base_seed=1", "device=cpu")}
     assert len(hashes) == 4
 
 
@@ -378,7 +372,7 @@ def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
 
 def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> None:
     def digest(*values: str) -> str:
-        return run_sha256(changed(*values))
+        return run_sha256(with_values(*values))
 
     for others in ("metrics=[nmi]", "recall_at=[1,10]", "kmeans_seed=1", "back_end=torch", "tile_bytes=9999999"):
         assert digest(f"evaluation.{others}") == digest()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from composed import composed
+from composed import composed, with_values
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -70,9 +70,7 @@ def test_weights_count_by_content_not_by_path(tmp_path: Path) -> None:
 
 def test_data_roots_do_not_count_but_options_do(tmp_path: Path) -> None:
     def of(*overrides: str) -> str:
-        cfg = composed("dataset=folder")
-        cfg.merge_with_dotlist(list(overrides))
-        return config_id(cfg)
+        return config_id(with_values(*overrides, base=("dataset=folder",)))
 
     assert of() == of(f"dataset.table.root={tmp_path}") == of(f"paths.data_dir={tmp_path}")
     assert of(f"dataset.table.csv={tmp_path}/list.csv") == of("dataset.table.csv=/elsewhere/list.csv") != of()

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from composed import composed
+from composed import composed, option
 from devices.pretended_cuda import CUDA, moved, pretended_cuda
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
@@ -49,18 +48,6 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 def names(group: str) -> list[str]:
     return sorted(path.stem for path in (config_folder() / group).glob("*.yaml") if path.stem != "none")
-
-
-def option(group: str, name: str) -> dict[str, Any]:
-    """An option of ``conf`` with those that it builds on, without composing a whole configuration."""
-    own = yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text("utf-8"))
-    merged: dict[str, Any] = {}
-    for base in own.pop("defaults", ()):
-        if isinstance(base, str) and base != "_self_":
-            merged |= option(group, base)
-        elif isinstance(base, dict) and (key := next(iter(base))).startswith("/"):
-            merged[key.partition("@")[2]] = option(group, base[key])
-    return OmegaConf.to_container(OmegaConf.merge(merged, own))  # type: ignore[return-value]
 
 
 def configuration(**options: str | dict[str, Any] | None) -> DictConfig:

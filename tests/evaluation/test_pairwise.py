@@ -213,8 +213,12 @@ def test_what_a_distance_cannot_do_is_refused_with_the_remedy() -> None:
     queries, distance = rows_of(60, seed=10), avsl()
     cases = [
         (EvaluationSpec(shortlist=5), distance, r"shortlist: got 5, expected at least \d+ places"),
-        (EvaluationSpec(shortlist=50), SNRDistance(), "SNRDistance does not support shortlists. Set"),
-        (EvaluationSpec(shortlist=50), None, "unit vectors does not support shortlists. Set"),
+        (
+            EvaluationSpec(shortlist=50),
+            SNRDistance(),
+            "SNRDistance does not support shortlists. Set evaluation.shortlist=null",
+        ),
+        (EvaluationSpec(shortlist=50), None, "unit vectors does not support shortlists. Set evaluation.shortlist=null"),
         (EvaluationSpec(metrics=("nmi",)), distance, "got nmi, but AvslDistance does not compare unit vectors"),
     ]
     for spec, chosen, message in cases:

@@ -206,7 +206,7 @@ def class_distances(rows: FloatRows, labels: IntArray) -> tuple[float, float]:
     if not intra or len(starts) < 2:
         raise RunError(
             f"intra_class_distance, inter_class_distance: got {len(labels)} items of {len(starts)} classes, expected "
-            "at least two classes, one of them with two items. Leave them out of evaluation.metrics."
+            "at least two classes, one of them with two items. Leave both scores out of evaluation.metrics."
         )
     inter = 1 - (float(directions @ directions) - num_directions) / (len(starts) * (len(starts) - 1))
     return float(np.mean(intra)), inter
