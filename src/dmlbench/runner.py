@@ -271,7 +271,7 @@ def _run(
     if data.split.test is not None:
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
-        warn_at_chance(test)
+        warn_at_chance(test, steps=progress.step)
         save_test(run_dir, data.table, queries, gallery, test)
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
@@ -302,15 +302,17 @@ def _run(
              "test" if test else "validation", summary)  # fmt: skip
 
 
-def warn_at_chance(test: Evaluation) -> None:
-    """Warn of a test P@1 within two standard deviations of random rankings, or below."""
+def warn_at_chance(test: Evaluation, *, steps: int) -> None:
+    """Warn of a test P@1 within two standard deviations of random rankings, or below, after ``steps`` of training."""
     mean, std = test.p_at_1_by_chance
     score = test.scores.get("p_at_1")
     if score is not None and score <= mean + 2 * std:
         log.warning(
             "test P@1 is within two standard deviations of chance: got %.2f %%, random rankings have %.2f %%. "
-            "Look for a setting (optim.lr, fit.max_steps) whose validation score rises.",
+            "%s.",
             100 * score, 100 * mean,
+            "Look for a setting (optim.lr, fit.max_steps) whose validation score rises" if steps
+            else "Train, or check the backbone's weights and the images",
         )  # fmt: skip
 
 

@@ -273,7 +273,9 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, pr
     listing = ", ".join(sorted(known, key=_with_numbers)[:most])
     if len(known) > most:
         listing += f" and {len(known) - most:,} more"
-    return f"did you mean '{prefix}{near[0]}'? known: {listing}." if near else f"known: {listing}."
+    if near:
+        return f"did you mean '{prefix}{near[0]}'? Known: {listing}."
+    return f"choose {'one of ' if len(known) > 1 else ''}{listing}."
 
 
 def _with_numbers(name: str) -> list[str | int]:

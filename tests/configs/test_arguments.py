@@ -39,7 +39,7 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["--why", "-m"], "--why explains one run"),
         (["--config-dir"], "--config-dir/-cd: expected one argument"),
         (["--config-dir", "nowhere"], "--config-dir: got nowhere, expected an existing folder."),
-        (["optm.lr=1"], "no key 'optm': did you mean 'optim'? known: "),
+        (["optm.lr=1"], "no key 'optm': did you mean 'optim'? Known: "),
         (["fold="], "fold: got '', expected a whole number.\n"),
         (["paths.output_dir="], "paths.output_dir: got '', expected a folder"),
     ],
@@ -125,7 +125,7 @@ def test_every_command_shows_examples_and_lists_its_keys(command, tmp_path, monk
     error = command(*line, *(["verify", "glyphs"] if words == "data" else []), "nonsense=1", code=2)
     assert "no key 'nonsense': " in error and len(error.splitlines()) == 1
     for key in schema_of(words.replace(" ", "_")).__dataclass_fields__:
-        assert key in error.partition("known: ")[2]
+        assert key in error.partition("no key 'nonsense': ")[2]
 
 
 def test_a_module_beside_the_user_s_configuration_is_found(composed, tmp_path, monkeypatch) -> None:

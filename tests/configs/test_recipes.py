@@ -347,7 +347,7 @@ def test_a_folder_of_the_user_adds_recipes(tmp_path, command) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows: []", "rows is unknown: known: covers, defaults"),
+        ("rows: []", "rows is unknown: choose one of covers, defaults"),
         ("defaults: 5", "defaults: got 5, expected a valid array"),
         ("settings:\n  - {set: {loss.margin: 1}}", "settings.0.source is missing"),
         ("settings:\n  - {set: [loss.margin], source: x}", "settings.0.set: got ['loss.margin'], expected an object"),

@@ -123,7 +123,7 @@ def test_splits_of_other_data_and_unknown_classes_are_named(tmp_path: Path) -> N
         Oodml(str(written(tmp_path, split(), dataset="birds"))).split(table(), fold=0)
     path = written(tmp_path, split(test=["Audi 1000", "Saab 9"]))
     with pytest.raises(
-        DataError, match=r"names 2 classes that 'cars' does not have: 'Audi 1000', 'Saab 9' .*'Audi 100'"
+        DataError, match=r"names 2 classes that 'cars' does not have: 'Audi 1000', 'Saab 9'\. .*'Audi 100'"
     ):
         Oodml(str(path)).split(table(), fold=0)
 
@@ -141,7 +141,7 @@ def test_names_that_differ_in_punctuation_alone_are_told_apart_by_their_exact_wo
     two = table(("A-4", "A 4", "B", "C"))
     exact = split(train=["A-4", "B"], test=["A 4", "C"], fitted=[], validation=[])
     assert Oodml(str(written(tmp_path, exact))).split(two, fold=0).train.tolist() == [0, 1, 4, 5]
-    with pytest.raises(DataError, match=r"names 1 classes that 'cars' does not have: 'A\.4'"):
+    with pytest.raises(DataError, match=r"names 1 class that 'cars' does not have: 'A\.4'"):
         vague = split(train=["A.4", "B"], test=["C"], fitted=[], validation=[])
         Oodml(str(written(tmp_path, vague))).split(two, fold=0)
     twice = split(train=["Fiat 500", "BMW X6"], test=["Fiat-500", "Audi 100"], fitted=[], validation=[])

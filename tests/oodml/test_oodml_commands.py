@@ -194,7 +194,7 @@ def test_areas_have_a_closed_form() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["oodml"], "dmlbench oodml: got '', expected a subcommand: known: distances"),
+        (["oodml"], "dmlbench oodml: got '', expected a subcommand: choose one of distances"),
         (["oodml", "split"], "got 'split', expected a subcommand: did you mean 'splits'?"),
         (["oodml", "splits", *SPLITS, "picks=1"], "picks: got 1, expected at least 2."),
         (["oodml", "splits", *SPLITS, "keep=2"], "keep: got 2.0, expected a number in [0, 1]."),

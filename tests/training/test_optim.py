@@ -87,7 +87,7 @@ def test_nothing_of_a_group_without_decay_decays() -> None:
         ({"layer_decay": 1.5}, r"optim\.layer_decay: got 1\.5"),
         ({"layer_decay": 0.5}, r"optim\.layer_decay: got 0\.5 with a frozen backbone"),
         ({"without_decay": ["proxies"]}, r"optim\.without_decay: got the unknown group 'proxies'"),
-        ({"lr_multipliers": {"proxy": 1.0}}, r"'proxy'.*known: backbone, distance, head, loss, pooling"),
+        ({"lr_multipliers": {"proxy": 1.0}}, r"'proxy'.*choose one of backbone, distance, head, loss, pooling"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, object], message: str) -> None:

@@ -29,6 +29,7 @@ from dmlbench.types import (
     Split,
     check_choice,
     closest,
+    counted,
     shorten,
 )
 
@@ -138,10 +139,10 @@ def rows_of_split(split: GivenSplit, table: ImageTable) -> dict[str, IntArray]:
         found = [exact.get(name, plain.get(_plain(name), -1)) for name in names]
         unknown = [name for name, label in zip(names, found, strict=True) if label < 0]
         if unknown:
-            listed = shorten([f"'{name}'" for name in unknown])
+            listed, several = shorten([f"'{name}'" for name in unknown]), counted(len(unknown), "class")
             raise DataError(
-                f"split {split.name} names {len(unknown)} classes that '{table.name}' does not have: {listed} "
-                f"('{unknown[0]}': {closest(unknown[0], table.class_names)}) Use splits of this data set."
+                f"split {split.name} names {several} that '{table.name}' does not have: {listed}. "
+                f"'{unknown[0]}': {closest(unknown[0], table.class_names)} Use splits of this data set."
             )
         rows[key] = rows_of_classes(table, np.array(sorted(set(found)), dtype=np.int64))
     if len(shared := np.intersect1d(rows["train"], rows["test"])):

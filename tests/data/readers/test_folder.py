@@ -152,7 +152,7 @@ def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_pa
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        ("a\nbb\n", None, r"line 2 of '.*train\.txt': unknown class 'bb'.*known: a, b, c"),
+        ("a\nbb\n", None, r"line 2 of '.*train\.txt': unknown class 'bb'.*Known: a, b, c"),
         ("a\n\na\n", None, r"train\.txt': got 2 classes, expected one or more, each once"),
         ("a\nb\n", "c\nb\n", r"both '.*train\.txt' and '.*test\.txt' list b\. List each"),
         ("# none\n", None, "got 0 classes"),
