@@ -41,6 +41,7 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["--config-dir", "nowhere"], "--config-dir: got nowhere, expected an existing folder."),
         (["optm.lr=1"], "no key 'optm': did you mean 'optim'? Known: "),
         (["fold="], "fold: got '', expected a whole number.\n"),
+        (["fit.max_steps=${epoch:4}"], "got ${epoch:4}, expected a value, ${<key>} or ${epochs:<number>}."),
         (["paths.output_dir="], "paths.output_dir: got '', expected a folder"),
     ],
 )

@@ -18,7 +18,13 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+    ValidationError,
+)
 
 from dmlbench.cli.hydra_command import SweepFailed
 from dmlbench.cli.progress import by_reason
@@ -162,6 +168,9 @@ def explain(error: Exception) -> str:
         if wrong and isinstance(node, DictConfig):
             nearest = closest(name, [str(each) for each in node], prefix=f"{prefix}.")
             return f"{cause.full_key}: got ${{{wrong[1]}}}, which has no value: {nearest}"
+    if isinstance(cause, UnsupportedInterpolationType) and isinstance(cause.parent_node, DictConfig):
+        given: Any = OmegaConf.to_container(cause.parent_node, resolve=False)
+        return f"{cause.full_key}: got {given[cause.key]}, expected a value, ${{<key>}} or ${{epochs:<number>}}."
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} is missing: expected {cause.full_key}=<value>."
     expected = next((kind for said, kind in _EXPECTED.items() if said in str(cause)), None)
