@@ -33,7 +33,7 @@ class DmlbenchError(Exception):
 
 
 class ConfigError(DmlbenchError):
-    """The configuration is wrong. The error is raised before any data is read."""
+    """The configuration is wrong. Most such errors are raised before any data is read."""
 
 
 class DataError(DmlbenchError):
