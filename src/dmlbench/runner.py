@@ -307,12 +307,12 @@ def warn_at_chance(test: Evaluation, *, steps: int) -> None:
     mean, std = test.p_at_1_by_chance
     score = test.scores.get("p_at_1")
     if score is not None and score <= mean + 2 * std:
+        remedy = "Train, or check the backbone's weights and the images."
+        if steps:
+            remedy = "Look for a setting (optim.lr, fit.max_steps) whose validation score rises."
         log.warning(
-            "test P@1 is within two standard deviations of chance: got %.2f %%, random rankings have %.2f %%. "
-            "%s.",
-            100 * score, 100 * mean,
-            "Look for a setting (optim.lr, fit.max_steps) whose validation score rises" if steps
-            else "Train, or check the backbone's weights and the images",
+            "test P@1 is within two standard deviations of chance: got %.2f %%, random rankings have %.2f %%. %s",
+            100 * score, 100 * mean, remedy,
         )  # fmt: skip
 
 

@@ -125,8 +125,9 @@ def test_every_command_shows_examples_and_lists_its_keys(command, tmp_path, monk
     assert "--queries" not in shown and "--yes" not in shown
     error = command(*line, *(["verify", "glyphs"] if words == "data" else []), "nonsense=1", code=2)
     assert "no key 'nonsense': " in error and len(error.splitlines()) == 1
+    listed = re.split("Known: |choose one of ", error)[1]
     for key in schema_of(words.replace(" ", "_")).__dataclass_fields__:
-        assert key in error.partition("no key 'nonsense': ")[2]
+        assert key in listed
 
 
 def test_a_module_beside_the_user_s_configuration_is_found(composed, tmp_path, monkeypatch) -> None:
