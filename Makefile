@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): several GB with torch, a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(FAISS)pretrained,export,tensorboard,sweeps,tune,peft,hf,docs,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(FAISS)pretrained,export,tensorboard,wandb,sweeps,tune,peft,hf,docs,dev]'
 	@touch $@
 
 demo: setup ## the main job: GAP against GSP on the built-in data set, 81 collections, table and picture

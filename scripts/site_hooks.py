@@ -1,7 +1,6 @@
-"""What the site has besides the pages of docs/: the published results and CONTRIBUTING.md.
+"""What the site has besides the pages of docs/: the published results, CONTRIBUTING.md and CHANGELOG.md.
 
-Links of pages to ``../outputs/published`` and to ``../CONTRIBUTING.md`` hold in the repository and, rewritten, on the
-site. ``docs_tables.py`` writes the pages' tables.
+Links between these and the pages hold in the repository and, rewritten, on the site. ``docs_tables.py`` writes the pages' tables.
 """
 
 import re
@@ -17,10 +16,11 @@ _WIDE = re.compile("^<!-- table: conf/(rerank|loss|pooling) -->$", flags=re.MULT
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Published results and CONTRIBUTING.md, as if they lay in docs/."""
+    """Published results, CONTRIBUTING.md and CHANGELOG.md, as if they were in docs/."""
     places = {f"published/{path.relative_to(ROOT / PUBLISHED)}": path
               for path in sorted((ROOT / PUBLISHED).rglob("*")) if path.is_file()}  # fmt: skip
-    for place, path in {"contributing.md": ROOT / "CONTRIBUTING.md", **places}.items():
+    places |= {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+    for place, path in places.items():
         kind = InclusionLevel.NOT_IN_NAV if place.startswith("published/") else InclusionLevel.UNDEFINED
         files.append(File.generated(config, place, abs_src_path=str(path), inclusion=kind))
     return files
@@ -32,6 +32,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["toc"]
     places = {
         "../outputs/published": "published", "../CONTRIBUTING.md": "contributing.md",
+        "docs/": "",  # from CONTRIBUTING.md and CHANGELOG.md
         "../../outputs/published": "../published",  # from a tutorial
     }  # fmt: skip
     for place, on_the_site in places.items():

@@ -228,7 +228,7 @@ def test_mlflow_resumes_one_run_in_a_local_database(tmp_path) -> None:
     assert np.array_equal(np.asarray(Image.open(written).convert("RGB")), picture)
 
 
-@pytest.mark.parametrize("name", ["mlflow", "tensorboard"])
+@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "wandb"])
 def test_a_logger_that_is_not_installed_is_an_error_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

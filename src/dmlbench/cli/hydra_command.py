@@ -74,11 +74,16 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
                 from dmlbench.cli.preflight import warn_of_jobs
 
                 warn_of_jobs(jobs)
-            job = Job(name, task, line.config_dir, Progress(own_overrides(jobs)) if jobs else None)
+            progress = Progress(own_overrides(jobs)) if jobs else None
+            job = Job(name, task, line.config_dir, progress)
             done = [job for batch in composer.multirun(name, job, [*overrides, "hydra.mode=MULTIRUN"]) for job in batch]
             raise_failures(done)
             if name == "train":
-                print(f"{counted(len(done), 'run')} ended without an error. Compare configs with `dmlbench table`.")
+                skipped = f" ({progress.skipped} skipped)" if progress and progress.skipped else ""
+                print(
+                    f"{counted(len(done), 'run')} ended without an error{skipped}. Compare configs with `dmlbench table`"
+                    " (allow_partial=true also shows configs with missing runs)."
+                )
         else:
             error = composer.run(name, Job(name, task, line.config_dir), overrides).return_value
             if isinstance(error, Exception):

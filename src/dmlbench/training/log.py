@@ -148,6 +148,8 @@ class WandbLogger:
         init: further arguments of ``wandb.init``, above the logger's own ``name``, ``group`` and ``resume``.
     """
 
+    extra: ClassVar[str] = "wandb"
+
     def __init__(
         self, *, run_dir: Path, run_id: str, configuration: str,
         mode: Literal["offline", "online", "disabled"] = "offline", project: str = "dmlbench",
