@@ -171,7 +171,7 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
         ([tmp_path / "both.npz", y], {}, "Leave one of them out"),
         ([tmp_path / "other.npz"], {}, r"got \['vectors', 'labels'\], expected 'rows' or"),
         ([tmp_path / "twice.npz"], {}, "got 'rows' and 'embeddings', expected one of them"),
-        ([tmp_path / "list.pt"], {}, "got a list, expected a tensor"),
+        ([tmp_path / "list.pt"], {}, "got list, expected a tensor"),
         ([x, tmp_path / "other.csv"], {}, "unknown file type, expected one of .safetensors"),
         ([tmp_path / "none.npy"], {}, r"none\.npy is missing"),
         ([x, y], {"gallery": x}, "set gallery_labels=<file>"),

@@ -1,5 +1,6 @@
 """The whole way through real processes: train, skip, interrupt, resume, aggregate, table, report, status, clean."""
 
+import csv
 import json
 import os
 import random
@@ -99,6 +100,8 @@ def test_grid_becomes_collections_a_table_and_a_picture(dmlbench, tmp_path, repe
     assert (f"{collections} collections" if collections > 1 else "one collection") in table
     names = {path.name for path in (tmp_path / "outputs" / "tables").iterdir()}
     assert names == {"runs.csv", *(f"glyphs_collage-mlrc.{suffix}" for suffix in ("md", "csv", "tex"))}
+    listed = list(csv.DictReader((tmp_path / "outputs" / "tables" / "runs.csv").open()))
+    assert all(row["run"] == f"fold{row['fold']}_rep{row['repeat']}" for row in listed) and len(listed) == runs + 2
     dmlbench("report", "queries=2", "allow_partial=true")
     assert "glyphs_collage under mlrc" in (tmp_path / "outputs" / "tables" / "report.html").read_text()
     dmlbench("report", "--picture", "queries=2", "allow_partial=true")

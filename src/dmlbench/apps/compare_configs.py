@@ -198,11 +198,12 @@ def runs_frame(grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]]) -> pd
     """A row for each run of the configs, with its scores as fractions."""
     rows = [
         {"dataset": dataset, "protocol": protocol, "row": config.label, "config": config.path.name, "run": run,
-         "scored_on": config.summary["scored_on"], "notes": "; ".join(caveats(config.summary)), **scores}
+         "fold": fold, "repeat": repeat, "scored_on": config.summary["scored_on"],
+         "notes": "; ".join(caveats(config.summary)), **scores}
         for (dataset, protocol), configs in grouped.items() for config in configs
-        for run, scores in config.summary["raw"].items()
+        for run, scores in config.summary["raw"].items() for fold, repeat in [store.coordinates_of(run) or (None, None)]
     ]  # fmt: skip
-    places = ["dataset", "protocol", "row", "config", "run", "scored_on", "notes"]
+    places = ["dataset", "protocol", "row", "config", "run", "fold", "repeat", "scored_on", "notes"]
     frame = pd.DataFrame(rows)
     return frame[[*places, *in_table_order(str(name) for name in frame if name not in places)]]
 

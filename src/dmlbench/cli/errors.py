@@ -197,7 +197,7 @@ def closest_key(name: str, known: Sequence[str], config: Any, prefix: str = "") 
     nested = [key for key in keys if f".{key}".endswith(f".{wanted}") and not key.startswith(("hydra.", "runtime."))]
     if nested:
         return f"did you mean '{prefix}{min(nested, key=len)}'?"
-    return closest(name, known, prefix=prefix)
+    return closest(name, [key for key in known if key != "_target_"], prefix=prefix)
 
 
 def groups() -> list[str]:

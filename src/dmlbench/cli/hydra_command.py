@@ -81,8 +81,8 @@ def run_command(name: str, task: Task, line: CommandLine) -> None:
             if name == "train":
                 skipped = f" ({progress.skipped} skipped)" if progress and progress.skipped else ""
                 print(
-                    f"{counted(len(done), 'run')} ended without an error{skipped}. Compare configs with `dmlbench table`"
-                    " (allow_partial=true also shows configs with missing runs)."
+                    f"{counted(len(done), 'run')} ended without an error{skipped}. Compare configs with "
+                    "`dmlbench table` (allow_partial=true also shows configs with missing runs)."
                 )
         else:
             error = composer.run(name, Job(name, task, line.config_dir), overrides).return_value

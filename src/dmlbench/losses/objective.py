@@ -45,7 +45,7 @@ class Objective(nn.Module):
         regularizers = regularizers or {}
         for name, module in regularizers.items():
             if not isinstance(module, Regularizer):
-                raise ConfigError(f"regularizer.{name}: got a {type(module).__name__}, expected a Regularizer.")
+                raise ConfigError(f"regularizer.{name}: got {type(module).__name__}, expected a Regularizer.")
             if name in ("loss", "dml") or not name.isidentifier() or hasattr(nn.ModuleDict, name):
                 raise ConfigError(
                     f"regularizer: got the name '{name}', expected a Python identifier that is not reserved. Rename it."

@@ -269,7 +269,7 @@ def test_wrong_arguments_are_named() -> None:
         batches_of(table, identity(), second_views=True)
     with pytest.raises(ConfigError, match="evaluation transform is random"):
         eval_batches(table, TRAIN, random_shift(padding=1), batch_size=2)
-    with pytest.raises(ConfigError, match="CropTransform: got a Tensor, expected an ImageSource of single images"):
+    with pytest.raises(ConfigError, match="CropTransform: got Tensor, expected an ImageSource of single images"):
         EvalBatches(
             table,
             TRAIN,

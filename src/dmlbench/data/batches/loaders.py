@@ -202,7 +202,7 @@ class _Reader(Dataset[_Read]):
         takes_batches = transform.works_on == "batch"
         if not isinstance(images, FeatureView) and takes_batches != isinstance(images, Tensor):
             wanted = "a tensor of all images" if takes_batches else "an ImageSource of single images"
-            raise ConfigError(f"{type(transform).__name__}: got a {type(images).__name__}, expected {wanted}.")
+            raise ConfigError(f"{type(transform).__name__}: got {type(images).__name__}, expected {wanted}.")
         self._images, self._transform = images, transform
 
     def __getitem__(self, request: _Request) -> _Read:

@@ -157,7 +157,7 @@ def _listed(images: Any) -> Sequence[Any]:
     elif isinstance(images, Tensor):
         is_one = images.ndim in (2, 3)
     if not is_one and not isinstance(images, Iterable):
-        raise DataError(f"images: got a {type(images).__name__}, expected paths, Pillow images, arrays or tensors.")
+        raise DataError(f"images: got {type(images).__name__}, expected paths, Pillow images, arrays or tensors.")
     return [images] if is_one else list(images)
 
 

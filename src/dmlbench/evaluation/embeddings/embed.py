@@ -249,7 +249,7 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
     if isinstance(loaded, dict):
         return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
     if not isinstance(loaded, np.ndarray | torch.Tensor):
-        raise RunError(f"{path}: got a {type(loaded).__name__}, expected a tensor or a dictionary of tensors.")
+        raise RunError(f"{path}: got {type(loaded).__name__}, expected a tensor or a dictionary of tensors.")
     return {"": loaded}
 
 
