@@ -1,6 +1,7 @@
 """What the site has besides the pages of docs/: the published results, CONTRIBUTING.md and CHANGELOG.md.
 
-Links between these and the pages hold in the repository and, rewritten, on the site. ``docs_tables.py`` writes the pages' tables.
+Links between these and the pages hold in the repository and, rewritten, on the site. ``docs_tables.py`` writes the
+pages' tables.
 """
 
 import re

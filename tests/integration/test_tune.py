@@ -39,6 +39,16 @@ def trials(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_a_dry_run_shows_the_search_and_checks_a_run_without_training(tmp_path: Path) -> None:
+    code, out, error = start(tmp_path, "--dry-run").wait()
+    assert code == 0, error
+    assert "tiny: 4 trials (tpe) of 1 run each, 0 done" in out and "pooling: gap, gmp" in out and "1 missing" in out
+    assert not (tmp_path / "out").exists()
+    missing = ("tune", "demo", *SPACE, "dataset=cub200", f"paths.data_dir={tmp_path}", "--dry-run")
+    code, _, error = Process(missing, folder=tmp_path, environment=dict(os.environ)).wait()
+    assert code == 1 and "CUB-200-2011 cannot be found" in error
+
+
 @pytest.mark.slow
 def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
     ended = [process.wait() for process in [start(tmp_path, "trials=3"), start(tmp_path, "trials=3")]]

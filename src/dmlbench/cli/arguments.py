@@ -79,6 +79,7 @@ def parse(name: str, arguments: Sequence[str]) -> CommandLine:
     parser.add_argument("--resolve", action="store_true")
     if name == "train":
         parser.add_argument("--why", action="store_true")
+    if name in ("train", "tune"):
         parser.add_argument("--dry-run", action="store_true")
     for flag, override in _FLAGS.get(name, {}).items():
         if "{}" in override:

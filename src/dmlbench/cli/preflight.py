@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -44,38 +45,53 @@ def check_sweep(line: CommandLine) -> None:
     prepare_process(line.config_dir, "train")
     overrides = for_hydra("train", line)
     with composing(line.config_dir, "train"):
-        configure_log(hydra.compose("train", return_hydra_config=True).hydra.job_logging)
         jobs = [[override for override in overrides if not key_of(override).startswith("hydra")]]
         if (line.is_sweep or is_sweep(overrides)) and not (jobs := sweep_jobs(overrides)):
             raise ConfigError(
                 "--dry-run: got a sweeper that chooses jobs during the sweep, expected Hydra's basic one."
             )
-        settings: Settings = {}
-        wanted = [tuple(each for each in job if key_of(each) not in COORDINATES) for job in jobs]
-        names = dict(zip(wanted, own_overrides(wanted), strict=True))
-        with quiet("dmlbench.recipes"):
-            composed = compose_configs(names, composer(settings, is_checked=True))
-            configs = [config for config in composed.values() if not isinstance(config, str)]
-            failures = [config for config in composed.values() if isinstance(config, str)]
-            if not configs:
-                raise ConfigError(failures[0])
-            first = settings[configs[0].sha256]
-            coordinates = {key: _numbers(key, jobs) or [first[key]] for key in COORDINATES}
-            num_folds = max(config.num_folds for config in configs)
-            for fold in tuple(coordinates["fold"]):
-                try:
-                    check_fold(fold, num_folds)
-                except ConfigError as error:
-                    failures.append(str(error))
-                    coordinates["fold"].remove(fold)
-            output_dir = first["paths"]["output_dir"]
-            plan = make_plan(configs, composer({}, is_checked=False), output_dir, coordinates)
-        requested = {config.sha256 for config in configs}
-        before = [run for run in plan.preparing if run.is_to_do and run.config.sha256 not in requested]
-        failures += [f"run stage 1 first: {run.path}." for run in before]
-        to_do = [run for wave in plan.waves() for run in wave if run.config.sha256 in requested]
-        print_plan(plan, names, failures)
-        check_runs(plan, to_do, names, failures, output_dir)
+        wanted = [_without_coordinates(job) for job in jobs]
+        _check_jobs(jobs, dict(zip(wanted, own_overrides(wanted), strict=True)))
+
+
+def check_run(overrides: Sequence[str], name: str, config_dir: Path | None) -> None:
+    """Check one run, which messages call ``name``, as ``check_sweep`` does."""
+    prepare_process(config_dir, "train")
+    with composing(config_dir, "train"):
+        _check_jobs([overrides], {_without_coordinates(overrides): name})
+
+
+def _without_coordinates(overrides: Sequence[str]) -> Overrides:
+    return tuple(each for each in overrides if key_of(each) not in COORDINATES)
+
+
+def _check_jobs(jobs: Sequence[Sequence[str]], names: Mapping[Overrides, str]) -> None:
+    """Print the plan of runs and check them. Inside of ``composing()``."""
+    configure_log(hydra.compose("train", return_hydra_config=True).hydra.job_logging)
+    settings: Settings = {}
+    with quiet("dmlbench.recipes"):
+        composed = compose_configs(names, composer(settings, is_checked=True))
+        configs = [config for config in composed.values() if not isinstance(config, str)]
+        failures = [config for config in composed.values() if isinstance(config, str)]
+        if not configs:
+            raise ConfigError(failures[0])
+        first = settings[configs[0].sha256]
+        coordinates = {key: _numbers(key, jobs) or [first[key]] for key in COORDINATES}
+        num_folds = max(config.num_folds for config in configs)
+        for fold in tuple(coordinates["fold"]):
+            try:
+                check_fold(fold, num_folds)
+            except ConfigError as error:
+                failures.append(str(error))
+                coordinates["fold"].remove(fold)
+        output_dir = first["paths"]["output_dir"]
+        plan = make_plan(configs, composer({}, is_checked=False), output_dir, coordinates)
+    requested = {config.sha256 for config in configs}
+    before = [run for run in plan.preparing if run.is_to_do and run.config.sha256 not in requested]
+    failures += [f"run stage 1 first: {run.path}." for run in before]
+    to_do = [run for wave in plan.waves() for run in wave if run.config.sha256 in requested]
+    print_plan(plan, names, failures)
+    check_runs(plan, to_do, names, failures, output_dir)
 
 
 def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:

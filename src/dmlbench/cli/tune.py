@@ -17,7 +17,7 @@ from dmlbench.cli.train import composed_run, explained
 from dmlbench.config import arguments_of, composing, config_folders, key_of, schema_of, without_hydra
 from dmlbench.recipes import Recipe, applies, recipe_of
 from dmlbench.runtime import atomic_write
-from dmlbench.types import ConfigError, RunError, check_file_name
+from dmlbench.types import ConfigError, RunError, check_file_name, counted
 
 if TYPE_CHECKING:
     from dmlbench.apps.experiment_rows import Row
@@ -33,7 +33,7 @@ _OWN = (*schema_of("tune").__dataclass_fields__, "search")
 
 
 def main(line: CommandLine) -> None:
-    """Run the missing trials, print the table, write the recipe."""
+    """Run the missing trials, print the table, write the recipe; ``--dry-run`` prints the search and checks one run."""
     if line.is_sweep:
         raise ConfigError("-m: tune chooses the values. Leave -m out, and name the searched keys in space.")
     own, given = _parts(line)
@@ -41,7 +41,29 @@ def main(line: CommandLine) -> None:
         run_command("tune", lambda cfg: None, own)
         return
     with composed_command("tune", own) as args:
-        _print(*_conduct(make_search(args, given, _choices), line.config_dir))
+        search = make_search(args, given, _choices)
+        if not line.dry_run:
+            _print(*_conduct(search, line.config_dir))
+            return
+        _describe(search)
+    from dmlbench.cli.preflight import check_run
+    from dmlbench.tuning.space import corners
+
+    check_run(in_train(search.of_run(corners(search.space)[0], 0)), "example trial", line.config_dir)
+
+
+def _describe(search: "Search") -> None:
+    """Print the trials and the search space."""
+    from dmlbench.tuning.search import STORAGE, reporting
+
+    done = 0
+    if (search.folder / STORAGE).is_file():
+        with reporting(search) as found:
+            done = len(found)
+    runs = counted(len(search.runs), "run")
+    print(f"{search.name}: {counted(search.trials, 'trial')} ({search.method}) of {runs} each, {done} done")
+    for dimension in search.space:
+        print(f"  {dimension.key}: {dimension.described}")
 
 
 def _print(table: "TrialsTable", lines: Sequence[str]) -> None:

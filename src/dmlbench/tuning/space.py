@@ -38,6 +38,14 @@ class Dimension:
     integer: bool = False
     choices: tuple[Value, ...] = ()
 
+    @property
+    def described(self) -> str:
+        """The values, for messages."""
+        if self.low is None or self.high is None:
+            return ", ".join(str(choice) for choice in self.choices)
+        step = f" in steps of {self.step:g}" if self.step else ""
+        return f"{self.low:g} to {self.high:g}{step}{' (log)' if self.log else ''}"
+
     def draw(self, trial: "BaseTrial") -> None:
         """Draw a value, unless the trial has one."""
         if self.low is None or self.high is None:
