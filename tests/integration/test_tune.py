@@ -44,7 +44,7 @@ def test_a_dry_run_shows_the_search_and_checks_a_run_without_training(tmp_path: 
     assert code == 0, error
     assert "tiny: 4 trials (tpe) of 1 run each, 0 done" in out and "pooling: gap, gmp" in out and "1 missing" in out
     assert not (tmp_path / "out").exists()
-    missing = ("tune", "demo", *SPACE, "dataset=cub200", f"paths.data_dir={tmp_path}", "--dry-run")
+    missing = ("tune", "demo", *SPACE, "dataset=cub200", "loss=contrastive", f"paths.data_dir={tmp_path}", "--dry-run")
     code, _, error = Process(missing, folder=tmp_path, environment=dict(os.environ)).wait()
     assert code == 1 and "CUB-200-2011 cannot be found" in error
 
