@@ -46,7 +46,7 @@ def test_a_dry_run_shows_the_search_and_checks_a_run_without_training(tmp_path: 
     assert not (tmp_path / "out").exists()
     missing = ("tune", "demo", *SPACE, "dataset=cub200", "loss=contrastive", f"paths.data_dir={tmp_path}", "--dry-run")
     code, _, error = Process(missing, folder=tmp_path, environment=dict(os.environ)).wait()
-    assert code == 1 and "CUB-200-2011 cannot be found" in error
+    assert code == 1 and "1 of 1 runs cannot start: CUB-200-2011 is not in" in error
 
 
 @pytest.mark.slow
