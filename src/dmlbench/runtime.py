@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from dmlbench.external_files import load_json
-from dmlbench.types import ConfigError, RunError, require_file
+from dmlbench.types import ConfigError, RunError, counted, require_file
 
 Precision = Literal["float32", "bf16", "fp16"]
 
@@ -330,14 +330,15 @@ def git_commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Marketing name of the processor that ran the model."""
+    """Name of the processor that ran the model; of a CPU with PyTorch's instruction set and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    used = f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread')}"
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+                return f"{line.split(':', 1)[1].strip()}, {used}"
+    return f"{platform.processor() or platform.machine()}, {used}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -17,7 +17,14 @@ from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.external_files import load_yaml
 from dmlbench.identity import config_settings
 from dmlbench.results import store
-from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, missing_runs, read_aggregate
+from dmlbench.results.aggregate import (
+    aggregate_config,
+    failed_runs,
+    has_scores,
+    is_current,
+    missing_runs,
+    read_aggregate,
+)
 from dmlbench.results.caveats import IMPORTED, by_fact, by_row, caveats
 from dmlbench.results.collections import PairedDifference, holm, p_value_text, paired_difference
 from dmlbench.results.config_table import IMPORTED as LABEL_OF_IMPORTED
@@ -143,11 +150,11 @@ def _incomplete(path: Path, runs: Sequence[RunInfo], *, allow_partial: bool) -> 
     """How many runs a config has, if it must be left out; else empty."""
     done = [run for run in runs if run.state == "done"]
     if not done:
-        return f"{path}: incomplete: no complete run."
+        return f"{path}: incomplete: no complete run{failed_runs(runs)}."
     if allow_partial:
         return ""
     count = len(missing_runs([(run.fold, run.repeat) for run in done], store.read_result(done[0].path)))
-    return f"{path}: incomplete: {len(done)} of {len(done) + count} runs." if count else ""
+    return f"{path}: incomplete: {len(done)} of {len(done) + count} runs{failed_runs(runs)}." if count else ""
 
 
 def named_configs(

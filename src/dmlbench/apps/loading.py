@@ -225,8 +225,8 @@ class TrainedModel:
 
     Attributes:
         name: the run directory or exported folder that the model was loaded from.
-        network: the PyTorch module on ``device``, in evaluation mode. It takes uint8 RGB images [B, 3, H, W],
-            normalizes their pixel values and returns a ``ModelOutput``.
+        network: the PyTorch module on ``device``, in evaluation mode. It takes RGB images [B, 3, H, W],
+            uint8 or floating point in [0, 1], normalizes their pixel values and returns a ``ModelOutput``.
         transform: the function that resizes and crops an image before it enters the network.
         image_size: height and width of the images that ``transform`` returns.
         device: the device that the network runs on.

@@ -59,7 +59,7 @@ def aggregate_config(
     done = {(run.fold, run.repeat): run.path for run in runs if run.state == "done"}
     results = {coordinates: store.read_result(path) for coordinates, path in sorted(done.items())}
     if not results:
-        raise IncompleteConfig(f"{config_dir}: incomplete: no complete run{_failed(runs)}.")
+        raise IncompleteConfig(f"{config_dir}: incomplete: no complete run{failed_runs(runs)}.")
     for folder in (config_dir, *done.values()):
         remove_leftovers(folder)
     for key, result in results.items():
@@ -72,7 +72,7 @@ def aggregate_config(
     missing = missing_runs(results, first)
     num_expected = len(results) + len(missing)
     if missing and not allow_partial:
-        lacking = f"without {shorten(missing, most=MOST_RUNS)}{_failed(runs)}"
+        lacking = f"without {shorten(missing, most=MOST_RUNS)}{failed_runs(runs)}"
         raise IncompleteConfig(
             f"{config_dir}: incomplete: {len(results)} of {num_expected} runs, {lacking}. Run the missing ones, or set "
             "allow_partial=true."
@@ -152,10 +152,10 @@ def missing_runs(done: Collection[Coordinates], result: Mapping[str, Any]) -> li
     return [run_name(key) for key in expected if key not in done]
 
 
-def _failed(runs: Sequence[RunInfo]) -> str:
+def failed_runs(runs: Sequence[RunInfo]) -> str:
     """The failed runs of a config, as the end of a message."""
     names = [run.path.name for run in runs if run.state == "failed"]
-    return f"; failed: {shorten(names, most=MOST_RUNS)} (see `dmlbench status`)" if names else ""
+    return f"; failed: {shorten(names, most=MOST_RUNS)} (reasons: `dmlbench status`)" if names else ""
 
 
 def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:

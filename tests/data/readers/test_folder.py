@@ -24,7 +24,7 @@ def test_a_class_tree_is_halved_in_sorted_order(tmp_path: Path, caplog: pytest.L
     (tmp_path / "b" / "notes.txt").write_text("nor is this")
     (tmp_path / "empty").mkdir()
     table = folder(tmp_path, name="mine")
-    assert f"empty of '{tmp_path}' have no images and are ignored" in caplog.text
+    assert f"'{tmp_path}': folders without images are ignored: empty" in caplog.text
     assert table.name == "mine"
     assert table.class_names == ("a", "b", "c", "d", "train")  # a class may be a train
     assert table.paths.tolist() == ["a/x/deep.png", "b/1.png", "b/2.JPG", "c/1.png", "d/1.png", "train/1.png"]
@@ -203,6 +203,15 @@ def test_a_csv_may_give_roles_and_super_classes_and_be_separated_as_spreadsheets
     assert set(found) == {("ä, 1.png", 1, "train"), ("2.png", 0, "query"), ("3.png", 0, "gallery")}
 
 
+def test_other_columns_of_a_csv_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_images(tmp_path, ["1.png", "2.png"])
+    (tmp_path / "list.csv").write_text("id,path,label,split\n7,1.png,a,\n,2.png,b,x\n")
+    with caplog.at_level("INFO"):
+        table = folder(tmp_path, csv="list.csv")
+    assert table.paths.tolist() == ["1.png", "2.png"] and table.class_names == ("a", "b")
+    assert "are ignored: id, split" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -222,8 +231,9 @@ def test_a_csv_may_give_roles_and_super_classes_and_be_separated_as_spreadsheets
         ("path,label\n1.png,a\n9.png,b\n", r"1 of 2 listed images are missing in '.*': 9\.png\. Copy them there"),
         (
             "path,label,role\n1.png,a,train\n2.png,a,test\n",
-            r"in both the train and the test half \(a\), .* remove the column role",
+            r"in both the train and the test half \(a\), .* remove the column role\. To test",
         ),
+        ("path,label,Role\n1.png,a,train\n", "got the columns path, label, Role, expected path and label"),
     ],
 )
 def test_a_csv_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -7,6 +7,7 @@ import posixpath
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def folder(
         root/val/cat/3.jpg          root/val/dog/4.jpg
 
     A CSV list with a header. ``role`` (train, test, query or gallery) and ``super_label`` are optional columns;
-    semicolons or tabs may separate columns; lines without values are skipped::
+    semicolons or tabs may separate columns; other columns are ignored, and lines without values skipped::
 
         path,label,role,super_label
         photos/1.jpg,cat,train,pet
@@ -111,7 +112,8 @@ def folder(
         remedy=(
             "Set root to one of the folders, or merge them by class with train_classes or test_classes"
             if csv is None
-            else "Give each class one role, or remove the column role"
+            else "Give each class one role, or remove the column role. To test known classes, use folders train and "
+            "test with protocol=same_classes"
         ),
     )
     return table_of(listing)
@@ -122,7 +124,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     below = {top: images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
     tops = {top: images for top, images in below.items() if images}
     if tops and (empty := [top for top in below if top not in tops]):
-        logger.warning("%s of '%s' have no images and are ignored", shorten(empty), root)
+        logger.warning("'%s': folders without images are ignored: %s", root, shorten(empty))
     if tops and (loose := images_in(root)):
         logger.warning(
             "data set '%s': %d images in '%s' are ignored: they are not in a class folder", name, len(loose), root
@@ -172,14 +174,23 @@ def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
 
     rows: list[list[str]] = []
     try:
-        columns = [column.strip() for column in next(lines, [])]
-        if not _NEEDED <= set(columns) <= _COLUMNS or len(set(columns)) < len(columns):
-            raise error(f"the columns {', '.join(columns)}", "path and label, optionally role and super_label")
+        header = [column.strip() for column in next(lines, [])]
+        others = [column for column in header if column not in _COLUMNS]
+        misspelt = [column for column in others if get_close_matches(column.lower(), _COLUMNS, cutoff=0.8)]
+        if misspelt or not set(header) >= _NEEDED or len(set(header)) < len(header):
+            raise error(f"the columns {', '.join(header)}", "path and label, optionally role and super_label")
+        if others:
+            logger.info(
+                "'%s': other columns than path, label, role, super_label are ignored: %s", file, shorten(others)
+            )
+        columns = [column for column in header if column in _COLUMNS]
         for line in lines:
-            values = [value.strip() for value in line]
-            if not any(values):
+            if not any(value.strip() for value in line):
                 continue
-            if len(values) != len(columns) or not all(values):
+            if len(line) != len(header):
+                raise error(f"'{', '.join(line)}'", f"a value for each of {', '.join(header)}")
+            values = [value.strip() for column, value in zip(header, line, strict=True) if column in _COLUMNS]
+            if not all(values):
                 raise error(f"'{', '.join(values)}'", f"a value for each of {', '.join(columns)}")
             rows.append(values)
             if "role" in columns and (role := values[columns.index("role")]) not in ROLES:
