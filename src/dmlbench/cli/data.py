@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,11 @@ def _list(args: Any, config_dir: Path | None) -> None:
     from dmlbench.data.preparation.catalog import SOURCES
 
     root = Path(args.paths.data_dir)
-    for name, file in sorted(_files(config_dir).items()):
-        first = file.read_text(encoding="utf-8").partition("\n")[0]
-        lines = [f"{name:<15} {first.lstrip('# ')}"]
+    files = _files(config_dir)
+    width = max(map(len, files))
+    for name, file in sorted(files.items()):
+        comment = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+        lines = [f"{name:<{width}} {' '.join(line.lstrip('# ') for line in comment)}"]
         if (source := SOURCES.get(name)) is not None:
             if (found := source.found(root)) is None:
                 lines += [f"not found in {root}"]
@@ -72,7 +75,7 @@ def _list(args: Any, config_dir: Path | None) -> None:
                 except DataError as error:
                     lines += [f"cannot be read: {error}"]
             lines += [f"published: {source.published}"]
-        print(f"\n{'':<15} ".join(lines))
+        print(f"\n{'':<{width}} ".join(lines))
     print(f"\nLooked in {root.absolute()} (paths.data_dir, DMLBENCH_DATA). `dmlbench data prepare NAME` fetches one.")
 
 
