@@ -27,7 +27,7 @@ from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
-from dmlbench.identity import config_sha256, contents, run_sha256
+from dmlbench.identity import config_sha256, contents, run_sha256, without_added
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
@@ -227,7 +227,7 @@ def use_feature_cache(
         "backbone": {key: node[key] for key in node.keys() - {"weights_file", "pretrained", "batch_norm"}},
         "weights": digest.hexdigest(),
         "pooling": None,
-        "transform": OmegaConf.to_container(cfg.transform, resolve=True),
+        **without_added({"transform": OmegaConf.to_container(cfg.transform, resolve=True)}),
         "feature_cache": asdict(replace(settings, level="maps")),
         "precision": precision,
         "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),

@@ -40,7 +40,7 @@ NOT_PART_OF_RUN_HASH = (
 # Keys that were added later count only where they differ from these values: runs made before keep their hashes.
 _ADDED = {
     "fit.ema": None, "fit.processes": 1, "fit.sync_batch_norm": False, "loss.simix": False, "optim.layer_decay": None,
-    "tuning": None,
+    "transform.train.augment": None, "tuning": None,
 }  # fmt: skip
 
 # Scores are computed from stored embeddings on demand, so only settings that select the weights count.
@@ -177,7 +177,7 @@ def differences(cfg: DictConfig, stored: Mapping[str, Any]) -> dict[str, tuple[A
     with_data = {**plain, "runtime": {**plain["runtime"], **said}, "paths": stored["paths"]}
     known: Any = OmegaConf.to_container(OmegaConf.create(with_data), resolve=True)
     known["runtime"]["content"] = contents(cfg)
-    both = (_without_added(each) for each in (copy.deepcopy(dict(stored)), known))
+    both = (without_added(each) for each in (copy.deepcopy(dict(stored)), known))
     old, new = (flatten(_identity(each, NOT_PART_OF_RUN_HASH)) for each in both)
     return {
         key: (old.get(key, "absent"), new.get(key, "absent"))
@@ -218,7 +218,7 @@ def _digest(cfg: DictConfig, excluded: tuple[str, ...]) -> str:
     container: Any = OmegaConf.to_container(cfg, resolve=False)
     if (container.get("runtime") or {}).get("content") is None:
         container["runtime"] = {"content": contents(cfg)}
-    identity = _identity(_without_added(container), excluded)
+    identity = _identity(without_added(container), excluded)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -241,7 +241,7 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
     return identity
 
 
-def _without_added(container: dict[str, Any]) -> dict[str, Any]:
+def without_added(container: dict[str, Any]) -> dict[str, Any]:
     """The configuration without the keys of ``_ADDED`` that have their defaults."""
     for key, default in _ADDED.items():
         parent, last = _parent_of(container, key)
