@@ -29,8 +29,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links to what lies beside docs/ in the repository, room for wide tables, and pages before results in searches."""
-    if page.file.src_uri.startswith("published/"):
-        page.meta["search"] = {"boost": 0.2}
+    if page.file.src_uri.startswith("published/"):  # searches find the READMEs, which link to tables and trials
+        page.meta["search"] = {"boost": 0.2} if page.file.src_uri.endswith("/README.md") else {"exclude": True}
     if _WIDE.search(markdown):
         page.meta["hide"] = ["toc"]
     places = {

@@ -21,7 +21,7 @@ COMMANDS = {
     "submit": "check a folder of embeddings as a submission to the tables",
     "aggregate": "summarize the runs of each config (mlrc: 81 collections of fold models)",
     "reproduce": "run the missing runs of a table, and compare with the paper",
-    "tune": "tune hyper-parameters under protocol=hpo, and write the best trial as a recipe",
+    "tune": "tune hyperparameters under protocol=hpo, and write the best trial as a recipe",
     "table": "print aggregated configs side by side; write Markdown, CSV and LaTeX",
     "oodml": "make train-test splits of growing distance, and score and adapt runs on them",
     "study": "run a small experiment of a paper, and check the paper's claims",

@@ -59,7 +59,7 @@ def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progr
 def tune(
     search: str, *overrides: str, config_dir: str | os.PathLike[str] | None = None, progress: bool | None = None
 ) -> pd.DataFrame:
-    """Search hyper-parameters on the validation classes (``protocol=hpo``), like ``dmlbench tune``.
+    """Search hyperparameters on the validation classes (``protocol=hpo``), like ``dmlbench tune``.
 
     The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name>``. To
     train with it, call ``run("recipe=<name>", ...)`` with this folder as ``config_dir``. If you call ``tune`` again, it

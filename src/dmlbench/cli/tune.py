@@ -1,4 +1,4 @@
-"""``dmlbench tune``: search hyper-parameters under ``protocol=hpo``, and write the best as a recipe."""
+"""``dmlbench tune``: search hyperparameters under ``protocol=hpo``, and write the best as a recipe."""
 
 import logging
 import time

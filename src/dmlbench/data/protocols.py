@@ -142,7 +142,7 @@ class Conventional(Protocol):
 
 @dataclass(frozen=True)
 class Hpo(Protocol):
-    """For choosing hyper-parameters: train on all but one of the contiguous parts of the train half, validate on that.
+    """For choosing hyperparameters: train on all but one of the contiguous parts of the train half, validate on that.
 
     The C train classes are cut at floor(i C / num_parts). The test half is out of reach (``test`` is None).
     """

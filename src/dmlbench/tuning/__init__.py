@@ -1,1 +1,1 @@
-"""Hyper-parameter search by Optuna: trials are runs under ``protocol=hpo``, and the best becomes a recipe."""
+"""Hyperparameter search by Optuna: trials are runs under ``protocol=hpo``, and the best becomes a recipe."""

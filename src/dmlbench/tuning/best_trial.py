@@ -182,7 +182,7 @@ def joint_recipe(
         for (backbone, pooling, head), block in blocks.items()
     ]  # fmt: skip
     head = (
-        "# Tuned hyper-parameters: the trial with the best validation score (protocol=hpo) in each search "
+        "# Tuned hyperparameters: the trial with the best validation score (protocol=hpo) in each search "
         f"with conf/search/{name}.yaml.\n"
         f"{WRITTEN} {name} tune=true`.\n"
     )
