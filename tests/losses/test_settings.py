@@ -102,7 +102,7 @@ def add(*weights: float, **named: nn.Module) -> Objective:
         (lambda: add(0.5, 0.5), "a sum of 1, expected below 1.*mixing=add"),
         (lambda: Objective(PAIRS, mixing="sum"), "regularizer.mixing 'sum' is unknown"),  # type: ignore[arg-type]
         (lambda: add(dml=ReconstructionRegularizer(0.5)), "got the name 'dml'"),
-        (lambda: add(a=PAIRS), r"regularizer\.a: got a ContrastiveLoss"),
+        (lambda: add(a=PAIRS), r"regularizer\.a: got ContrastiveLoss"),
         (lambda: add(a=SelfSimilarity(0.1, 8), b=SelfSimilarity(0.1, 8, key_momentum=0.99)), "key_momentum: got"),
         (
             lambda: add(zsr=ZeroShotRegularizer(0.1, 8, 4)).check_labels(torch.tensor([0, 9])),
