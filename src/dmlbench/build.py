@@ -218,6 +218,7 @@ def use_feature_cache(
     height, width = cfg.runtime.image_size
     sample = maps_of(torch.zeros(1, 3, height, width, dtype=torch.uint8))
     node: Any = OmegaConf.to_container(cfg.backbone, resolve=True)
+    transform: Any = {"transform": OmegaConf.to_container(cfg.transform, resolve=True)}
     digest = hashlib.sha256()
     for tensor in backbone.frozen_state():
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -227,7 +228,8 @@ def use_feature_cache(
         "backbone": {key: node[key] for key in node.keys() - {"weights_file", "pretrained", "batch_norm"}},
         "weights": digest.hexdigest(),
         "pooling": None,
-        **without_added({"transform": OmegaConf.to_container(cfg.transform, resolve=True)}),
+        **without_added(transform),
+        **contents(transform),
         "feature_cache": asdict(replace(settings, level="maps")),
         "precision": precision,
         "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),

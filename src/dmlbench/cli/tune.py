@@ -59,7 +59,7 @@ def _describe(search: "Search") -> None:
     done = 0
     if (search.folder / STORAGE).is_file():
         with reporting(search) as found:
-            done = len(found)
+            done = sum(outcome.state != "running" for outcome in found)
     runs = counted(len(search.runs), "run")
     print(f"{search.name}: {counted(search.trials, 'trial')} ({search.method}) of {runs} each, {done} done")
     for dimension in search.space:

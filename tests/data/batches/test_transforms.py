@@ -112,6 +112,8 @@ def test_an_own_transform_is_decided_by_each_image_s_seed() -> None:
     grey = random_resized_crop(**MLRC, augment=v2.Grayscale(1))
     with pytest.raises(ConfigError, match=r"augment: got torch\.uint8 \(1, 8, 8\), expected uint8 \(3, 8, 8\)"):
         grey.augmented(images, SEEDS[:3])
+    with pytest.raises(ConfigError, match="augment: got Image, expected uint8"):
+        random_resized_crop(**MLRC, augment=v2.ToPILImage()).augmented(images, SEEDS[:3])
 
 
 def test_the_draws_are_those_of_splitmix64() -> None:

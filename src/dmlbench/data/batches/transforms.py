@@ -90,12 +90,14 @@ class CropTransform:
         with torch.random.fork_rng(devices=[]):
             for image, seed in zip(images, seeds, strict=True):
                 torch.manual_seed(seed)
-                found.append(self.augment(image))
-                if found[-1].shape != image.shape or found[-1].dtype != image.dtype:
+                out = self.augment(image)
+                if not isinstance(out, Tensor) or (out.dtype, out.shape) != (image.dtype, image.shape):
+                    got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
                     raise ConfigError(
-                        f"augment: got {found[-1].dtype} {tuple(found[-1].shape)}, expected uint8 {tuple(image.shape)}."
-                        " Choose a transform that keeps type and size."
+                        f"augment: got {got}, expected uint8 {tuple(image.shape)}. Choose a transform that keeps type "
+                        "and size."
                     )
+                found.append(out)
         return torch.stack(found)
 
 
