@@ -117,6 +117,8 @@ def evaluate(
     source: str | os.PathLike[str] | Array,
     labels: str | os.PathLike[str] | Array | None = None,
     *,
+    gallery: str | os.PathLike[str] | Array | None = None,
+    gallery_labels: str | os.PathLike[str] | Array | None = None,
     model: str | os.PathLike[str] | None = None,
     metrics: str | Sequence[str] = DEFAULT_METRICS,
     recall_at: Sequence[int] = DEFAULT_RECALL_AT,
@@ -124,12 +126,16 @@ def evaluate(
 ) -> Evaluation:
     """Compute the retrieval scores of a run, a file of embeddings, or embeddings in memory, by exact search.
 
-    If you pass embeddings in memory, each image is a query, and all other images are its gallery.
+    Without ``gallery``, each image is a query, and all other images are its gallery.
 
     Args:
-        source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [N, D], one per row.
-        labels: for embeddings in memory, the class of each embedding [N]. For a file of embeddings without labels, the
+        source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [Q, D], one per row.
+        labels: for embeddings in memory, the class of each embedding [Q]. For a file of embeddings without labels, the
             path of the file with the labels.
+        gallery: the embeddings to search, as a file if ``source`` is a file, else in memory [N, D]. A gallery in memory
+            must not contain the queries. In files, ids tell which gallery item is the query itself.
+        gallery_labels: for a gallery in memory, the class of each embedding [N]. For a file without labels, the path of
+            the file with the labels.
         model: the run directory or exported folder of the model that computed the embeddings. Only needed if ``source``
             is a file and the model compares embeddings by a special distance, as AVSL does.
         metrics: names of metrics from the table in ``docs/evaluation.md``.
@@ -142,17 +148,33 @@ def evaluate(
     """
     add_module_folder(config_dir)
     if not isinstance(source, str | os.PathLike):
-        if labels is None or isinstance(labels, str | os.PathLike):
-            raise TypeError(f"labels: got {labels!r}, expected an array [N], as in evaluate(embeddings, labels).")
+        if labels is None:
+            raise TypeError("labels: got None, expected an array [Q], as in evaluate(embeddings, labels).")
+        _array("model", model)
+        own, rows, of_rows = (
+            _array("labels", labels),
+            _array("gallery", gallery),
+            _array("gallery_labels", gallery_labels),
+        )
         spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))
-        return _warned(evaluate_arrays(source, labels, spec=spec))
+        return _warned(evaluate_arrays(source, own, gallery_rows=rows, gallery_labels=of_rows, spec=spec))
     cfg = compose("evaluate", [])
     cfg.metrics, cfg.recall_at = list(_listed(metrics)), list(recall_at)
     path = Path(source).expanduser()
     cfg["run" if path.is_dir() else "embeddings"] = str(path)
-    cfg.labels = None if labels is None else str(labels)
-    cfg.model = None if model is None else str(model)
+    others = {"labels": labels, "gallery": gallery, "gallery_labels": gallery_labels, "model": model}
+    for name, value in others.items():
+        if value is not None and not isinstance(value, str | os.PathLike):
+            raise TypeError(f"{name}: got an array, expected a path, because the source {source} is a path.")
+        cfg[name] = None if value is None else str(value)
     return _warned(evaluate_from(arguments_of(cfg)).evaluation)
+
+
+def _array(name: str, value: Any) -> Any:
+    """What goes with embeddings in memory: anything but a path."""
+    if isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: got {value!r}, which needs a file as source. Save the embeddings in a file.")
+    return value
 
 
 def _listed(metrics: str | Sequence[str]) -> tuple[str, ...]:
