@@ -5,11 +5,13 @@ pages' tables.
 """
 
 import json
+import posixpath
 import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -18,11 +20,27 @@ from mkdocs.structure.toc import AnchorLink
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
 _WIDE = re.compile("^<!-- table: conf/(rerank|loss|pooling) -->$", flags=re.MULTILINE)
+_ROWS = re.compile(
+    r"<!-- table: (?P<table>\S+) -->|<tr>\n<td><code>(?P<name>[\w.]+)</code></td>\n(?P<rest>.*?)</tr>", flags=re.DOTALL
+)
+SEARCH_WORDS = {
+    "evaluation.md": ["recall@k"],
+    "first_steps.md": ["jupyter"],
+    "speed.md": ["data loader"],
+    "troubleshooting.md": ["grayscale", "imbalanced"],
+    "tutorials/fine_tune.md": ["finetune", "finetuning"],
+    "tutorials/own_loss_or_pooling.md": ["custom loss", "custom pooling"],
+}
+_of_rows: list[dict[str, Any]] = []  # what searches find besides pages and sections
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The footer names the version that the pages describe."""
+    """The footer names the version that the pages describe; the results in the navigation."""
+    _of_rows.clear()
     config.copyright = f"dmlbench {version('dmlbench').partition('+')[0]}, {config.copyright}"
+    folders = sorted(path.parent.name for path in (ROOT / PUBLISHED).glob("*/README.md"))
+    assert config.nav is not None
+    config.nav[-1]["Results"] += [f"published/{folder}/README.md" for folder in folders]
     return config
 
 
@@ -35,7 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         kind = InclusionLevel.NOT_IN_NAV if place.startswith("published/") else InclusionLevel.UNDEFINED
         files.append(File.generated(config, place, abs_src_path=str(path), inclusion=kind))
     notebook = json.loads((ROOT / "docs" / "first_steps.ipynb").read_text())
-    files.append(File.generated(config, "first_steps.md", content="\n\n".join(map(_cell, notebook["cells"]))))
+    cells = [*map(_cell, notebook["cells"]), "[Download the notebook](first_steps.ipynb)"]
+    files.append(File.generated(config, "first_steps.md", content="\n\n".join(cells)))
     return files
 
 
@@ -49,20 +68,65 @@ def _cell(cell: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to what lies beside docs/ in the repository, room for wide tables, and pages before results in searches."""
-    if page.file.src_uri.startswith("published/"):  # searches find the READMEs, which link to tables and trials
-        page.meta["search"] = {"boost": 0.2} if page.file.src_uri.endswith("/README.md") else {"exclude": True}
-    if _WIDE.search(markdown):
+    """Links to what lies beside docs/ in the repository, lists of sections, and pages before results in searches."""
+    source = page.file.src_uri
+    page.meta["tags"] = SEARCH_WORDS.get(source, [])
+    if source.startswith("published/"):  # searches find the READMEs, which link to tables and trials
+        page.meta["search"] = {"boost": 0.2} if source.endswith("/README.md") else {"exclude": True}
+        if not source.endswith("/README.md"):
+            results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
+            part = f"*Part of [these results]({results}).*"
+            markdown = re.sub("^(#+ .*)$", rf"\1\n\n{part}", markdown, count=1, flags=re.MULTILINE)
+    if source == "all_scores.md":
+        page.meta["search"] = {"exclude": True}
+    if source == "deviations.md":
+        page.meta["search"] = {"boost": 0.2}
+    if _WIDE.search(markdown):  # no room beside the table
         page.meta["hide"] = ["toc"]
+        sections = re.findall("^## (.*)$", markdown, flags=re.MULTILINE)
+        links = " · ".join(f"[{title}](#{slugify(title, '-')})" for title in sections)
+        markdown = re.sub("^(# .*)$", rf"\1\n\n{links}", markdown, count=1, flags=re.MULTILINE)
     places = {
         "../outputs/published": "published", "../CONTRIBUTING.md": "contributing.md",
-        "first_steps.ipynb": "first_steps.md",
         "docs/": "",  # from CONTRIBUTING.md and CHANGELOG.md
         "../../outputs/published": "../published",  # from a tutorial
     }  # fmt: skip
+    if source != "first_steps.md":
+        places["first_steps.ipynb"] = "first_steps.md"
     for place, on_the_site in places.items():
         markdown = markdown.replace(f"]({place}", f"]({on_the_site}")
-    return markdown
+    folder = posixpath.dirname(source) or "."
+    return re.sub(r"`docs/(\w+\.md)`", lambda m: f"[docs/{m[1]}]({posixpath.relpath(m[1], folder)})", markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rows of tables of keys, options and metrics are places that searches find."""
+    table, ids = "", set()
+
+    def row(found: re.Match[str]) -> str:
+        nonlocal table
+        if found["table"]:
+            table = found["table"]
+            return found[0]
+        kind, _, group = table.partition("/")
+        if kind not in ("keys", "conf", "metrics") or found["name"] in ids:
+            return found[0]
+        ids.add(found["name"])
+        cells = re.findall("<td>(.*?)</td>", found["rest"], flags=re.DOTALL)
+        title = {"keys": found["name"], "conf": f"{group}={found['name']}"}.get(kind, f"{found['name']}, {cells[0]}")
+        place = f"{page.file.url}#{found['name']}"
+        _of_rows.append({"location": place, "title": title, "text": " ".join(cells), "boost": 0.5})
+        return found[0].replace("<tr>", f'<tr id="{found["name"]}">', 1)
+
+    return _ROWS.sub(row, html)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Add the rows of tables to the index of the search."""
+    path = Path(config.site_dir, "search", "search_index.json")
+    index = json.loads(path.read_text())
+    index["docs"] += _of_rows
+    path.write_text(json.dumps(index))
 
 
 def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Any) -> None:

@@ -368,7 +368,7 @@ def load(
         path: the run directory, or a folder written by ``dmlbench export``.
         device: device of the network: ``auto`` (a GPU if available), ``cpu`` or ``cuda[:N]``.
         modules: names of your own packages. An exported folder may use only classes from these packages and from
-            dmlbench. A run directory may use any class.
+            dmlbench. A run directory needs no ``modules``.
         config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Raises:

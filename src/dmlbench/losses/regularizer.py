@@ -15,7 +15,7 @@ class Regularizer(nn.Module):
     """Base class of regularizers: terms that are added to the loss. Subclasses implement ``forward``.
 
     Attributes:
-        requires: names of the side outputs that ``forward`` reads. If the pooling does not provide them, the run raises
+        requires: names of the side outputs that ``forward`` reads. If the model lacks one of them, the run raises
             an error before it trains.
         weight: weight (lambda) of the regularizer in the objective.
         num_classes: number of classes if the regularizer has parameters for each class; else None.

@@ -58,8 +58,8 @@ class PaperScore:
     """One score of a paper's table.
 
     ``row``, ``metric`` and the column locate the score in the table. The column is described by ``setting``,
-    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. A text attribute is empty if the
-    paper does not state its value.
+    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. What the paper does not state is an
+    empty string, or None for numbers.
 
     Attributes:
         row: the label of the row in the paper, including any citation. If the paper groups rows, the label of the group
