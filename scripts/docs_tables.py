@@ -22,7 +22,7 @@ from dmlbench.results.table import summarize_tables
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
 COLUMNS = {
-    "rerank": {"Formula": "similarity of a pair in a list", "Source": "source"},
+    "rerank": {"Formula": "similarity of query and neighbor", "Source": "source"},
     "loss": {"Formula": "of one pair, triplet, proxy or image", "Reduction": "reduction", "Source": "source"},
     "pooling": {"Parameters": "parameters", "Operations": "operations", "Source": "source"},
 }

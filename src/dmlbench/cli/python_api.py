@@ -61,13 +61,13 @@ def tune(
 ) -> pd.DataFrame:
     """Search hyperparameters on the validation classes (``protocol=hpo``), like ``dmlbench tune``.
 
-    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name>``. To
-    train with it, call ``run("recipe=<name>", ...)`` with this folder as ``config_dir``. If you call ``tune`` again, it
-    continues an interrupted search and returns the trials of a complete one.
+    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name>``. To use
+    this recipe, call ``run("recipe=<name>", ..., config_dir=<this folder>)``. If you call ``tune`` again, an
+    interrupted search continues, and a complete search returns its trials.
 
     Args:
         search: the name of the search space, a file ``search/<name>.yaml`` in ``config_dir`` or ``conf``.
-        overrides: settings of the search or of all trials. They replace the file's: ``"trials=20"``,
+        overrides: settings of the search or of all trials. They override the file: ``"trials=20"``,
             ``"loss=contrastive"``.
         config_dir: the folder with your own YAML options, as for ``run``.
         progress: whether to show progress bars and log lines, as for ``run``.
@@ -133,7 +133,7 @@ def evaluate(
         labels: for embeddings in memory, the class of each embedding [Q]. For a file of embeddings without labels, the
             path of the file with the labels.
         gallery: the embeddings to search, as a file if ``source`` is a file, else in memory [N, D]. A gallery in memory
-            must not contain the queries. In files, ids tell which gallery item is the query itself.
+            must not contain the queries. In files, ids mark the query's own item in the gallery.
         gallery_labels: for a gallery in memory, the class of each embedding [N]. For a file without labels, the path of
             the file with the labels.
         model: the run directory or exported folder of the model that computed the embeddings. Only needed if ``source``
@@ -217,7 +217,7 @@ def table(
         embeddings. With ``compare``, each row instead compares the first config (A) with one other config (B) in one
         metric. The columns include ``A mean``, ``B mean`` and ``difference`` (B - A), in percent. The columns ``low``
         and ``high`` bound the 95 % interval of the difference. ``p_value`` is the p-value of the difference.
-        ``p_holm`` is this p-value after Holm's correction for the number of comparisons with the first config.
+        ``p_holm`` is this p-value after Holm's correction for the number of configs that are compared with the first.
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))

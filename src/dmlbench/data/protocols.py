@@ -55,9 +55,10 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Settings to change in this protocol for the run that must come first and save the plan.
+        """Settings in which the earlier run, which saves the plan, differs from this protocol.
 
-        For example, stage 2 of ``two_stage`` follows the plan of stage 1, so its value is ``{"stage": 1}``. The value
+        For example, stage 2 of ``two_stage`` follows the plan of stage 1, so ``planned_by`` is ``{"stage": 1}``. The
+        value
         is None if the protocol follows no plan.
         """
         return None

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation. Scores are in [0, 1], except ``ami`` (may be negative) and class distances (in [0, 2]).
+    """Result of an evaluation. Scores are in [0, 1], except ``ami`` (may be negative) and intra- and inter-class
+    distance (in [0, 2]).
 
     Attributes:
         scores: the value of each score, by name. A ranking score, such as ``map_at_r``, is the mean over all queries
@@ -138,7 +139,7 @@ def evaluate_arrays(
         gallery_rows: embeddings of the gallery [N, D]. None: the gallery of a query is all other queries.
         gallery_labels: class of each gallery item [N].
         gallery_ids: id of each gallery item [N]. If the gallery contains queries, pass ``ids`` and ``gallery_ids``, so
-            that no query finds itself. Without ids, no gallery item is skipped.
+            that no query finds itself. Without them, no gallery item is skipped.
         spec: metrics and search settings. None uses the defaults of ``EvaluationSpec``.
     """
     gallery = None

@@ -79,7 +79,8 @@ class EvaluationSpec:
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """The scores that ``metrics`` and ``recall_at`` request, in the order of the metrics table."""
+        """Names and definitions of the scores that ``metrics`` and ``recall_at`` request, in the order of the metrics
+        table."""
         return scores_of(self.metrics, self.recall_at)
 
     @property

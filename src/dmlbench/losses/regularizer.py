@@ -19,7 +19,7 @@ class Regularizer(nn.Module):
             an error before it trains.
         weight: weight (lambda) of the regularizer in the objective.
         num_classes: number of classes if the regularizer has parameters for each class; else None.
-        of_head: names and values of settings that the head must share, such as ``curvature``. If the head has other
+        of_head: names of settings that the head needs, such as ``curvature``, and their values. If the head has other
             values, the run raises an error.
         key_momentum: decay of the momentum encoder (EMA), which computes the side output "keys". None if the
             regularizer does not use "keys".
@@ -43,7 +43,8 @@ class Regularizer(nn.Module):
 
         Args:
             output: float32 embeddings [B, D], and at least the side outputs that ``requires`` names.
-            labels: class of each image [B]. The tensor is on the CPU if your class sets ``labels_on_host = True``, else
+            labels: class of each image [B]. The tensor is on the CPU if the regularizer sets ``labels_on_host = True``,
+                else
                 on the training device.
             dml_loss: the configured loss, a function of embeddings and labels. A regularizer can apply it to further
                 embeddings that it computes.

@@ -57,8 +57,9 @@ class PaperTable:
 class PaperScore:
     """One score of a paper's table.
 
-    ``row``, ``metric`` and the column locate the score in the table. The column is described by ``setting``,
-    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. What the paper does not state is an
+    ``row``, ``metric`` and the table's column locate the score. The column is described by ``setting``,
+    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. What the paper does not state is
+    an
     empty string, or None for numbers.
 
     Attributes:

@@ -25,7 +25,7 @@ ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performan
 
 @dataclass(frozen=True)
 class Metric:
-    """Definition of a metric. ``TABLE`` contains all metrics.
+    """Definition of a metric. The list ``TABLE`` in the module ``registry`` contains all metrics.
 
     Attributes:
         name: name of the metric in configurations. A name that ends in ``_at_k`` has a parameter K.
@@ -106,12 +106,12 @@ TABLE: tuple[Metric, ...] = (
         lambda ranking, _: ranking.relevant[:, 0], places=1,
     ),
     Metric(
-        "recall_at_k", "R@{k}", "whether any of the nearest K items (or the whole gallery) is relevant",
+        "recall_at_k", "R@{k}", "whether any of the nearest K items is relevant",
         "Jegou et al., Product Quantization for Nearest Neighbor Search, TPAMI 2011, as DML papers use it", "nearest",
         lambda ranking, k: ranking.at(ranking.hits, k) > 0,
     ),
     Metric(
-        "precision_at_k", "P@{k}", "P(K); what a gallery of fewer than K items lacks counts as not relevant",
+        "precision_at_k", "P@{k}", "P(K); divides by K even if the gallery has fewer items",
         "Manning et al., Introduction to Information Retrieval, 2008, section 8.4", "nearest",
         lambda ranking, k: ranking.at(ranking.hits, k) / k,
     ),
@@ -134,20 +134,20 @@ TABLE: tuple[Metric, ...] = (
         "nearest", _ndcg,
     ),
     Metric(
-        "map", "MAP", "(1/R) sum_r rel(r) P(r) over the whole ranking (pytorch-metric-learning's ends at its own k)",
+        "map", "MAP", "(1/R) sum_r rel(r) P(r) over the whole ranking (pytorch-metric-learning: over its first k)",
         "Manning et al., Introduction to Information Retrieval, 2008, section 8.4", "ranking",
         lambda ranking, _: ranking.precision_sum[:, -1] / ranking.positives,
     ),
     Metric(
         "oodml_map_at_1000", "mAP@1000 (ooDML)",
-        "(1/(R + 1)) sum_{r <= 1000} rel(r) P(r): the divisor counts the query to its class, so "
-        "that even a perfect ranking stays below 1; a query without a positive is left out, not 0",
+        "(1/(R + 1)) sum_{r <= 1000} rel(r) P(r): the divisor counts the query, too, so even a "
+        "perfect ranking stays below 1; queries without a positive are left out",
         "Milbich et al., Characterizing Generalization under Out-of-Distribution Shifts in Deep Metric Learning, "
         "NeurIPS 2021, and metrics/mAP_1000.py of its code at commit 65156380", "nearest",
         lambda ranking, _: ranking.at(ranking.precision_sum, 1000) / (ranking.positives + 1), places=1000,
     ),
     Metric(
-        "nmi", "NMI", "mutual information of classes and k-means clusters by the arithmetic mean of their entropies",
+        "nmi", "NMI", "mutual information of classes and k-means clusters, divided by their entropies' mean",
         "Manning et al., Introduction to Information Retrieval, 2008, section 16.3", "clusters",
         lambda whole, _: whole.mutual_information["nmi"],
     ),
@@ -158,12 +158,12 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "raw_nmi", "NMI (raw, geometric)",
-        "mutual information of classes and k-means clusters of rows that are not normalized, by the geometric mean of "
+        "mutual information of classes and k-means clusters of unnormalized rows, divided by the geometric mean of "
         "their entropies", TEH, "clusters", lambda whole, _: whole.raw_nmi,
     ),
     Metric(
         "raw_recall_at_k", "R@{k} (raw)",
-        "whether any of the K items nearest by the Euclidean distance of rows that are not normalized is relevant", TEH,
+        "whether any of the K nearest items is relevant, by the Euclidean distance of unnormalized rows", TEH,
         "distances", lambda whole, k: (whole.raw_first_hits < k).mean(),
     ),
     Metric(

@@ -36,7 +36,7 @@ class Pooling(nn.Module):
     needs: ClassVar[Literal["map", "native"]] = "map"
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
-        """Pool the feature maps ``x`` [B, C, H, W]. Any memory format and floating-point type is allowed."""
+        """Pool the feature maps ``x`` [B, C, H, W]. They may have any memory format and floating-point type."""
         raise NotImplementedError
 
     def observe(self, pooled: Pooled, *, step: int) -> None:
@@ -58,14 +58,14 @@ class Pooling(nn.Module):
 
     @property
     def started(self) -> bool:
-        """Whether the pooling already works in its final form.
+        """False until the pooling works in its final form.
 
         For example, ``pooling=gsp`` is plain average pooling until its prototypes are initialized.
         """
         return True
 
     def input_width(self, embedding_size: int) -> int:
-        """Return how many outputs the projection needs so that embeddings have ``embedding_size`` dimensions."""
+        """Return the projection's number of outputs that gives embeddings of ``embedding_size`` dimensions."""
         return embedding_size
 
     def output_width(self, projected_size: int) -> int:
