@@ -151,7 +151,7 @@ def deviations_tables() -> str:
 
 
 def _listed(options: object) -> str:
-    return ",".join(map(str, options)) if isinstance(options, list) else str(options)
+    return ",".join("none" if o is None else str(o) for o in (options if isinstance(options, list) else [options]))
 
 
 @functools.cache
