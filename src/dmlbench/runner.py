@@ -217,7 +217,10 @@ def _run(
         runtime.atomic_write(run_dir / store.CONFIG, experiment.configuration.encode())
     images, classes = len(data.split.train), int(data.class_index.max()) + 1
     counts = f"{counted(images, 'training image')} of {counted(classes, 'class')}"
-    log.info("%s on %s: %s", run_dir, device, counts)
+    backbone = OmegaConf.create(experiment.configuration).backbone
+    random = "weights_file" in backbone and backbone.weights_file is None and not backbone.get("pretrained")
+    start = "; the backbone has random initial weights" if random else ""
+    log.info("%s on %s: %s%s", run_dir, device, counts, start)
     val = data.split.val
     if val is not None and settings.max_steps and len(np.unique(data.table.labels[val.rows])) == 1:
         log.warning(

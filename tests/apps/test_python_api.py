@@ -39,7 +39,7 @@ def test_run_evaluate_and_table_agree_with_the_commands(tmp_path, monkeypatch, c
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     run_dir = db.run(*SHORT, *place, "metrics=p_at_1,map_at_r", progress=True)
     shown = capsys.readouterr().err
-    assert re.search(r"\d\d:\d\d:\d\d .*fold0_rep0 on cpu: \d+ training images of", shown)
+    assert re.search(r"\d\d:\d\d:\d\d .*fold0_rep0 on cpu: \d+ training images of .*random initial weights", shown)
     assert "0/2" in shown and logging.getLogger("dmlbench").handlers == []
     db.run(*SHORT, *place, "metrics=p_at_1,map_at_r", progress=False)  # complete
     assert capsys.readouterr().err == ""
