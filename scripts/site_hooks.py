@@ -20,9 +20,7 @@ from mkdocs.structure.toc import AnchorLink
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
 _WIDE = re.compile("^<!-- table: conf/(rerank|loss|pooling) -->$", flags=re.MULTILINE)
-_ROWS = re.compile(
-    r"<!-- table: (?P<table>\S+) -->|<tr>\n<td><code>(?P<name>[\w.]+)</code></td>\n(?P<rest>.*?)</tr>", flags=re.DOTALL
-)
+_ROWS = re.compile(r"<!-- (?:table: )?(?P<table>\S+) -->|<tr>\n<td><code>[\w.]+</code></td>\n.*?</tr>", flags=re.DOTALL)
 SEARCH_WORDS = {
     "evaluation.md": ["recall@k"],
     "first_steps.md": ["jupyter"],
@@ -101,22 +99,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rows of tables of keys, options and metrics are places that searches find."""
-    table, ids = "", set()
+    table = ""
 
     def row(found: re.Match[str]) -> str:
         nonlocal table
-        if found["table"]:
-            table = found["table"]
-            return found[0]
+        table = found["table"] or table
         kind, _, group = table.partition("/")
-        if kind not in ("keys", "conf", "metrics") or found["name"] in ids:
+        if found["table"] or kind not in ("keys", "conf", "metrics"):
             return found[0]
-        ids.add(found["name"])
-        cells = re.findall("<td>(.*?)</td>", found["rest"], flags=re.DOTALL)
-        title = {"keys": found["name"], "conf": f"{group}={found['name']}"}.get(kind, f"{found['name']}, {cells[0]}")
-        place = f"{page.file.url}#{found['name']}"
-        _of_rows.append({"location": place, "title": title, "text": " ".join(cells), "boost": 0.5})
-        return found[0].replace("<tr>", f'<tr id="{found["name"]}">', 1)
+        first, *cells = [
+            re.sub("</?code>", "", cell) for cell in re.findall("<td>(.*?)</td>", found[0], flags=re.DOTALL)
+        ]
+        if kind == "keys" and len(cells) == 3:  # the options of a group, each with its keys
+            title, place = f"{cells[0]} ({group}={first})", f"{first}:{cells[0]}"
+        elif kind == "conf":
+            title = place = f"{group}={first}"
+        else:
+            title, place = first if kind == "keys" else f"{first}, {cells[0]}", first
+        location = f"{page.file.url}#{place}"
+        _of_rows.append({"location": location, "title": title, "text": " ".join(cells), "boost": 0.5})
+        return found[0].replace("<tr>", f'<tr id="{place}">', 1)
 
     return _ROWS.sub(row, html)
 

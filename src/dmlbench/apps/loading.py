@@ -367,8 +367,8 @@ def load(
     Args:
         path: the run directory, or a folder written by ``dmlbench export``.
         device: device of the network: ``auto`` (a GPU if available), ``cpu`` or ``cuda[:N]``.
-        modules: names of your own modules. Of your own code, an exported folder may use only classes from these
-            modules. A run directory needs no ``modules``.
+        modules: names of top-level packages or modules. Besides dmlbench's own options, an exported folder may use only
+            classes from these. A run directory needs no ``modules``.
         config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Raises:

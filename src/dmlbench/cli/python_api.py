@@ -132,8 +132,9 @@ def evaluate(
         source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [Q, D], one per row.
         labels: for embeddings in memory, the class of each embedding [Q]. For a file of embeddings without labels, the
             path of the file with the labels.
-        gallery: the embeddings to search, as a file if ``source`` is a file, else in memory [N, D]. A gallery in memory
-            must not contain the queries. In files, ids mark the query's own item in the gallery.
+        gallery: the embeddings to search: a file if ``source`` is a file, or [N, D] if ``source`` is in memory. In
+            files, ids mark the query's own item in the gallery. A gallery in memory must not contain the queries; else,
+            use ``evaluate_arrays``, which takes ids.
         gallery_labels: for a gallery in memory, the class of each embedding [N]. For a file without labels, the path of
             the file with the labels.
         model: the run directory or exported folder of the model that computed the embeddings. Only needed if ``source``
@@ -150,7 +151,8 @@ def evaluate(
     if not isinstance(source, str | os.PathLike):
         if labels is None:
             raise TypeError("labels: got None, expected an array [Q], as in evaluate(embeddings, labels).")
-        _array("model", model)
+        if model is not None:
+            raise TypeError(f"model: got {model!r}, which needs a file as source. Save the embeddings in a file.")
         own, rows, of_rows = (
             _array("labels", labels),
             _array("gallery", gallery),
@@ -166,7 +168,7 @@ def evaluate(
     for name, value in others.items():
         if value is not None and not isinstance(value, str | os.PathLike):
             raise TypeError(f"{name}: got an array, expected a path, because the source {source} is a path.")
-        cfg[name] = None if value is None else str(value)
+        cfg[name] = None if value is None else str(Path(value).expanduser())
     return _warned(evaluate_from(arguments_of(cfg)).evaluation)
 
 

@@ -25,7 +25,7 @@ ROTH = "Roth et al., Revisiting Training Strategies and Generalization Performan
 
 @dataclass(frozen=True)
 class Metric:
-    """Definition of a metric. The list ``TABLE`` in the module ``registry`` contains all metrics.
+    """Definition of a metric. ``TABLE`` in the module ``registry`` contains all metrics.
 
     Attributes:
         name: name of the metric in configurations. A name that ends in ``_at_k`` has a parameter K.
