@@ -7,6 +7,7 @@ pages' tables.
 import json
 import posixpath
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
 _WIDE = re.compile("^<!-- table: conf/(rerank|loss|pooling) -->$", flags=re.MULTILINE)
 _ROWS = re.compile(r"<!-- (?:table: )?(?P<table>\S+) -->|<tr>\n<td><code>[\w.]+</code></td>\n.*?</tr>", flags=re.DOTALL)
+FOLDERS = {"avsl": "AVSL", "oodml": "ooDML", "frozen_features_cars196": "Frozen features, Cars196"}
 SEARCH_WORDS = {
+    "collections.md": ["significance", "p-value"],
+    "data.md": ["huggingface"],
     "evaluation.md": ["recall@k"],
     "first_steps.md": ["jupyter"],
+    "loggers.md": ["plot", "loss curve"],
+    "running.md": ["amp"],
+    "several_gpus.md": ["ddp"],
     "speed.md": ["data loader"],
-    "troubleshooting.md": ["grayscale", "imbalanced"],
     "tutorials/fine_tune.md": ["finetune", "finetuning"],
+    "tutorials/trained_model.md": ["inference", "similarity search", "state_dict", "visualization"],
     "tutorials/own_loss_or_pooling.md": ["custom loss", "custom pooling"],
 }
+_titles: dict[str, str] = {}  # of pages, in the navigation
 _of_rows: list[dict[str, Any]] = []  # what searches find besides pages and sections
 
 
@@ -36,10 +44,30 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The footer names the version that the pages describe; the results in the navigation."""
     _of_rows.clear()
     config.copyright = f"dmlbench {version('dmlbench').partition('+')[0]}, {config.copyright}"
-    folders = sorted(path.parent.name for path in (ROOT / PUBLISHED).glob("*/README.md"))
     assert config.nav is not None
-    config.nav[-1]["Results"] += [f"published/{folder}/README.md" for folder in folders]
+    _titles.update({page: title for section in config.nav for title, page in _pages(section)})
+    index = (ROOT / PUBLISHED / "README.md").read_text()
+    folders = re.findall(r"\]\((\w+)/README.md\)", index)
+    config.nav[-1]["Results"].append({"Published results": ["published/README.md", *map(_of_folder, folders)]})
     return config
+
+
+def _pages(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Titles and pages of an entry of the navigation."""
+    for title, inside in entry.items():
+        if isinstance(inside, str):
+            yield title, inside
+        else:
+            for page in inside:
+                yield from _pages(page)
+
+
+def _of_folder(folder: str) -> dict[str, list[str]]:
+    """A folder of results: its README, then its tables."""
+    places = sorted(path.relative_to(ROOT / PUBLISHED) for path in (ROOT / PUBLISHED / folder).rglob("*.md"))
+    places.sort(key=lambda place: place.name != "README.md")
+    title = FOLDERS.get(folder, folder.replace("_", " ").capitalize())
+    return {title: [f"published/{place}" for place in places]}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -51,8 +79,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         kind = InclusionLevel.NOT_IN_NAV if place.startswith("published/") else InclusionLevel.UNDEFINED
         files.append(File.generated(config, place, abs_src_path=str(path), inclusion=kind))
     notebook = json.loads((ROOT / "docs" / "first_steps.ipynb").read_text())
-    cells = [*map(_cell, notebook["cells"]), "[Download the notebook](first_steps.ipynb)"]
-    files.append(File.generated(config, "first_steps.md", content="\n\n".join(cells)))
+    first, *cells = map(_cell, notebook["cells"])
+    content = "\n\n".join([first, "[Download the notebook](first_steps.ipynb)", *cells])
+    files.append(File.generated(config, "first_steps.md", content=content))
     return files
 
 
@@ -71,7 +100,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta["tags"] = SEARCH_WORDS.get(source, [])
     if source.startswith("published/"):  # searches find the READMEs, which link to tables and trials
         page.meta["search"] = {"boost": 0.2} if source.endswith("/README.md") else {"exclude": True}
-        if not source.endswith("/README.md"):
+        if not source.endswith("/README.md"):  # a table, whose title is a heading of a lower level
+            of = f" ({stem[0]})" if len(stem := posixpath.basename(source).split("-")) > 2 else ""
+            markdown = re.sub("^#+ (.*)$", rf"# \1{of}", markdown, count=1, flags=re.MULTILINE)
             results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
             part = f"*Part of [these results]({results}).*"
             markdown = re.sub("^(#+ .*)$", rf"\1\n\n{part}", markdown, count=1, flags=re.MULTILINE)
@@ -87,14 +118,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     places = {
         "../outputs/published": "published", "../CONTRIBUTING.md": "contributing.md",
         "docs/": "",  # from CONTRIBUTING.md and CHANGELOG.md
-        "../../outputs/published": "../published",  # from a tutorial
+        "../../outputs/published": "../published", "../../CONTRIBUTING.md": "../contributing.md",  # from a tutorial
     }  # fmt: skip
     if source != "first_steps.md":
         places["first_steps.ipynb"] = "first_steps.md"
     for place, on_the_site in places.items():
         markdown = markdown.replace(f"]({place}", f"]({on_the_site}")
     folder = posixpath.dirname(source) or "."
-    return re.sub(r"`docs/(\w+\.md)`", lambda m: f"[docs/{m[1]}]({posixpath.relpath(m[1], folder)})", markdown)
+    return re.sub(r"`docs/(\w+\.md)`", lambda m: f"[{_titles[m[1]]}]({posixpath.relpath(m[1], folder)})", markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
