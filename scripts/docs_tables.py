@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
 COLUMNS = {
     "rerank": {"Formula": "similarity of query and neighbor", "Source": "source"},
-    "loss": {"Formula": "of one pair, triplet, proxy or image", "Reduction": "reduction", "Source": "source"},
+    "loss": {"Formula": "formula (pair, triplet, proxy or image)", "Reduction": "reduction", "Source": "source"},
     "pooling": {"Parameters": "parameters", "Operations": "operations", "Source": "source"},
 }
 """Keys that heads of a folder have, and what the columns are called."""

@@ -61,8 +61,10 @@ def tune(
 ) -> pd.DataFrame:
     """Search hyperparameters on the validation classes (``protocol=hpo``), like ``dmlbench tune``.
 
-    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name>``. To use
-    this recipe, call ``run("recipe=<name>", ..., config_dir=<this folder>)``. If you call ``tune`` again, an
+    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name of the
+    search>``. To use
+    this recipe, call ``run("recipe=<name of the search>", ..., config_dir=<this folder>)``. If you call ``tune`` again,
+    an
     interrupted search continues, and a complete search returns its trials.
 
     Args:
@@ -132,9 +134,9 @@ def evaluate(
         source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [Q, D], one per row.
         labels: for embeddings in memory, the class of each embedding [Q]. For a file of embeddings without labels, the
             path of the file with the labels.
-        gallery: the embeddings to search: a file if ``source`` is a file, or [N, D] if ``source`` is in memory. In
-            files, ids mark the query's own item in the gallery. A gallery in memory must not contain the queries; else,
-            use ``evaluate_arrays``, which takes ids.
+        gallery: the embeddings to search: a file if ``source`` is a file, or [N, D] if ``source`` is in memory. If
+            files contain ids, the search for a query skips the gallery item with the query's id. If a gallery in memory
+            contains the queries, use ``evaluate_arrays``, which takes ids.
         gallery_labels: for a gallery in memory, the class of each embedding [N]. For a file without labels, the path of
             the file with the labels.
         model: the run directory or exported folder of the model that computed the embeddings. Only needed if ``source``

@@ -19,7 +19,7 @@ class Regularizer(nn.Module):
             an error before it trains.
         weight: weight (lambda) of the regularizer in the objective.
         num_classes: number of classes if the regularizer has parameters for each class; else None.
-        of_head: names of settings that the head needs, such as ``curvature``, and their values. If the head has other
+        of_head: settings that the head must have, such as ``curvature``, and their values. If the head has other
             values, the run raises an error.
         key_momentum: decay of the momentum encoder (EMA), which computes the side output "keys". None if the
             regularizer does not use "keys".

@@ -58,9 +58,8 @@ class PaperScore:
     """One score of a paper's table.
 
     ``row``, ``metric`` and the table's column locate the score. The column is described by ``setting``,
-    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. What the paper does not state is
-    an
-    empty string, or None for numbers.
+    ``dataset``, ``backbone``, ``embedding_size``, ``protocol`` and ``kind`` together. Text that the paper does not
+    state is an empty string; numbers that it does not state are None.
 
     Attributes:
         row: the label of the row in the paper, including any citation. If the paper groups rows, the label of the group

@@ -65,7 +65,7 @@ class Pooling(nn.Module):
         return True
 
     def input_width(self, embedding_size: int) -> int:
-        """Return the projection's number of outputs that gives embeddings of ``embedding_size`` dimensions."""
+        """Return how many outputs the projection needs for embeddings of ``embedding_size`` dimensions."""
         return embedding_size
 
     def output_width(self, projected_size: int) -> int:
