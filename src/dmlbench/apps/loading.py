@@ -294,8 +294,8 @@ class TrainedModel:
         Images may differ in size and mode. Each image is rotated as its EXIF tag says and converted to 8-bit RGB: a
         grey image gets three equal channels, and transparency is dropped. Then the run's evaluation transform resizes
         and crops the image. If all images of the run's data set have the same small size, the run has no such
-        transform. In this case, ``embed`` resizes any other image so that it just covers this size, and center-crops
-        it.
+        transform. In this case, ``embed`` resizes images of other sizes so that they just cover this size, and
+        center-crops them.
 
         Args:
             images: one image, an iterable of images, or a stack. An image is a path, a Pillow image of any mode, a

@@ -134,7 +134,7 @@ def evaluate(
         source: a run directory, a file that ``dmlbench evaluate`` can read, or embeddings [Q, D], one per row.
         labels: for embeddings in memory, the class of each embedding [Q]. For a file of embeddings without labels, the
             path of the file with the labels.
-        gallery: the embeddings to search: a file if ``source`` is a file, or [N, D] if ``source`` is in memory. If
+        gallery: the embeddings to search: a file if ``source`` is a file, or [N, D] if ``source`` is in memory. If both
             files contain ids, the search for a query skips the gallery item with the query's id. If a gallery in memory
             contains the queries, use ``evaluate_arrays``, which takes ids.
         gallery_labels: for a gallery in memory, the class of each embedding [N]. For a file without labels, the path of

@@ -55,7 +55,7 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """The settings of the earlier run, which saves the plan, that differ from this protocol's settings.
+        """Settings of the earlier, plan-saving run that differ from this protocol's settings.
 
         For example, stage 2 of ``two_stage`` follows the plan of stage 1, so ``planned_by`` is ``{"stage": 1}``. The
         value

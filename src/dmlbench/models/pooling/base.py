@@ -65,7 +65,8 @@ class Pooling(nn.Module):
         return True
 
     def input_width(self, embedding_size: int) -> int:
-        """Return how many outputs the projection needs for embeddings of ``embedding_size`` dimensions."""
+        """Return how many output channels the projection must have, so that embeddings have ``embedding_size``
+        dimensions."""
         return embedding_size
 
     def output_width(self, projected_size: int) -> int:
