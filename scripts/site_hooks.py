@@ -102,10 +102,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"boost": 0.2} if source.endswith("/README.md") else {"exclude": True}
         if not source.endswith("/README.md"):  # a table, whose title is a heading of a lower level
             of = f" ({stem[0]})" if len(stem := posixpath.basename(source).split("-")) > 2 else ""
-            markdown = re.sub("^#+ (.*)$", rf"# \1{of}", markdown, count=1, flags=re.MULTILINE)
             results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
             part = f"*Part of [these results]({results}).*"
-            markdown = re.sub("^(#+ .*)$", rf"\1\n\n{part}", markdown, count=1, flags=re.MULTILINE)
+            markdown = re.sub("^#+ (.*)$", rf"# \1{of}\n\n{part}", markdown, count=1, flags=re.MULTILINE)
     if source == "all_scores.md":
         page.meta["search"] = {"exclude": True}
     if source == "deviations.md":

@@ -93,7 +93,9 @@ def test_evaluate_searches_a_gallery_of_arrays_or_of_a_file(tmp_path) -> None:
         db.evaluate(tmp_path / "queries.npz", gallery=rows)
     with pytest.raises(TypeError, match=r"model: got 'run', which needs a file as source\."):
         db.evaluate(rows, labels, model="run")
-    with pytest.raises(RunError, match=r"a gallery needs embeddings and labels\. Give both\."):
+    with pytest.raises(
+        RunError, match=r"a gallery needs embeddings and labels\. Give both gallery and gallery_labels\."
+    ):
         db.evaluate(rows, labels, gallery=rows)
 
 

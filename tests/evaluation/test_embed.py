@@ -115,8 +115,8 @@ def test_arrays_that_cannot_be_evaluated_are_refused(rows, labels, ids, message:
 
 def test_galleries_that_do_not_fit_are_refused() -> None:
     for options, message in (
-        ({"gallery_rows": ROWS}, "a gallery needs embeddings and labels"),
-        ({"gallery_labels": LABELS}, "Give both"),
+        ({"gallery_rows": ROWS}, "a gallery needs rows and labels"),
+        ({"gallery_labels": LABELS}, "Give both gallery_rows and gallery_labels"),
         ({"gallery_rows": ROWS, "gallery_labels": LABELS, "ids": np.arange(N)}, "for only one of queries and gallery"),
         ({"gallery_rows": ROWS[:, :3], "gallery_labels": LABELS}, "4 dimensions and a gallery with 3"),
     ):

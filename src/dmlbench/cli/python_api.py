@@ -25,7 +25,7 @@ from dmlbench.evaluation.evaluate import Evaluation, evaluate_arrays
 from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, DEFAULT_RECALL_AT
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.runtime import progress_bars, shows_progress
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,8 @@ def tune(
 ) -> pd.DataFrame:
     """Search hyperparameters on the validation classes (``protocol=hpo``), like ``dmlbench tune``.
 
-    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<name of the
-    search>``. To use
-    this recipe, call ``run("recipe=<name of the search>", ..., config_dir=<this folder>)``. If you call ``tune`` again,
-    an
+    The function writes the best trial's values as a recipe into the folder ``<paths.output_dir>/tuning/<search>``. To
+    use this recipe, call ``run("recipe=<search>", ..., config_dir=<this folder>)``. If you call ``tune`` again, an
     interrupted search continues, and a complete search returns its trials.
 
     Args:
@@ -153,6 +151,8 @@ def evaluate(
     if not isinstance(source, str | os.PathLike):
         if labels is None:
             raise TypeError("labels: got None, expected an array [Q], as in evaluate(embeddings, labels).")
+        if (gallery is None) != (gallery_labels is None):
+            raise RunError("a gallery needs embeddings and labels. Give both gallery and gallery_labels.")
         if model is not None:
             raise TypeError(f"model: got {model!r}, which needs a file as source. Save the embeddings in a file.")
         own, rows, of_rows = (

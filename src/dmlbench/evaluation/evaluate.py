@@ -146,7 +146,7 @@ def evaluate_arrays(
     if gallery_rows is not None and gallery_labels is not None:
         gallery = gallery_rows, gallery_labels, gallery_ids
     elif any(part is not None for part in (gallery_rows, gallery_labels, gallery_ids)):
-        raise RunError("a gallery needs embeddings and labels. Give both.")
+        raise RunError("a gallery needs rows and labels. Give both gallery_rows and gallery_labels.")
     return evaluate(*sets_of_arrays((rows, labels, ids), gallery), spec)
 
 

@@ -126,9 +126,8 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
     Fold f of F has n_f repeats, whose scores have mean m_f and sample variance s_f^2. The center of the interval is the
     mean of the m_f. Its half width is t sqrt(sum_f (s_f^2 / n_f)) / F, where t is the (1 + level) / 2 quantile of
     Student's t distribution with sum_f (n_f - 1) degrees of freedom. If every fold has n repeats, the half width is t
-    sqrt(sum_f
-    s_f^2) / (F sqrt(n)), with F (n - 1) degrees of freedom. The interval covers the variation between seeds, but not
-    between folds.
+    sqrt(sum_f s_f^2) / (F sqrt(n)), with F (n - 1) degrees of freedom. The interval covers the variation between seeds,
+    but not between folds.
 
     Args:
         scores: scores of the runs: ``scores[fold][repeat]``.
