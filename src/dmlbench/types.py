@@ -90,8 +90,8 @@ class ImageTable:
         layout: the folder layout that was found on disk, if the data set has several known layouts.
         originals: known properties of the published images, such as their size. dmlbench uses them to detect changed
             images.
-        notes: differences from the published data, such as another number of images, or changes that a spot check of
-            images found. The notes are printed with every result.
+        notes: differences from the published data, such as another number of images, or changes found in a check of
+            some images. The notes are printed with every result.
         published_queries: number of queries in the published test set; None if unknown.
     """
 

@@ -294,7 +294,7 @@ class TrainedModel:
         Images may differ in size and mode. Each image is rotated as its EXIF tag says and converted to 8-bit RGB: a
         grey image gets three equal channels, and transparency is dropped. Then the run's evaluation transform resizes
         and crops the image. If all images of the run's data set have the same small size, the run has no such
-        transform. In this case, ``embed`` resizes images of other sizes so that they just cover this size, and
+        transform. In this case, ``embed`` resizes images of other sizes to the smallest size that covers this size, and
         center-crops them.
 
         Args:
@@ -367,8 +367,8 @@ def load(
     Args:
         path: the run directory, or a folder written by ``dmlbench export``.
         device: device of the network: ``auto`` (a GPU if available), ``cpu`` or ``cuda[:N]``.
-        modules: names of top-level packages or modules. An exported folder may use only classes of dmlbench's options
-            and classes from these packages. A run directory needs no ``modules``.
+        modules: names of top-level packages or modules. An exported folder may use only classes that dmlbench's options
+            name, and classes from these packages. A run directory needs no ``modules``.
         config_dir: the ``config_dir`` that the run was trained with, if any.
 
     Raises:

@@ -18,7 +18,8 @@ _MOST = 1000
 
 
 class Protocol:
-    """Base class of protocols. A protocol is a frozen dataclass that implements ``_split``.
+    """Base class of protocols. A protocol is a frozen dataclass that implements ``_split(table, fold)``. This method
+    returns the ``Split`` of a fold: rows of its training, validation and test images.
 
     Attributes:
         num_folds: number of ways to split the classes into training, validation and test.
@@ -55,7 +56,7 @@ class Protocol:
 
     @property
     def planned_by(self) -> dict[str, Any] | None:
-        """Settings of the earlier, plan-saving run that differ from this protocol's settings.
+        """Settings in which the earlier run, which saves the plan, differs from this protocol.
 
         For example, stage 2 of ``two_stage`` follows the plan of stage 1, so ``planned_by`` is ``{"stage": 1}``. The
         value

@@ -23,7 +23,7 @@ class EvaluationSpec:
     Attributes:
         recall_at: the values of K for metrics such as ``recall_at_k``, in increasing order.
         back_end: the library that computes float32 similarities. If you choose "faiss" and the search runs on a GPU,
-            k-means also runs on a GPU.
+            faiss's k-means also runs on the GPU.
         tile_bytes: how many bytes of memory the search may use in addition to the embeddings.
         metrics: names of metrics from the table in ``docs/evaluation.md``. "recall_at_k" requests R@K for every K in
             ``recall_at``; "recall_at_10" requests only R@10.

@@ -72,8 +72,8 @@ def frechet_distance(a: ArrayLike, b: ArrayLike, *, variant: Variant = "exact_ei
         a: the first set [n, d] with n >= 2. A row is the feature vector of an image or the mean vector of a class.
         b: the second set, [m, d] with m >= 2.
         variant: how to compute the matrix square root of the product of the covariances. "exact_eig" computes only the
-            trace of this root, from singular values. "oodml" does the same, but adds 1e-8 to the covariances' diagonals
-            in this product only, like ooDML's public code. With "oodml", the distance of two equal sets is
+            trace of this root, from singular values. "oodml" does the same, but within the product, it adds 1e-8 to the
+            covariances' diagonals, as ooDML's public code does. With "oodml", the distance of two equal sets is
             therefore slightly below 0. "pytorch_fid" uses scipy's ``sqrtm``. If the result is not finite, "pytorch_fid"
             adds 1e-6 to the diagonals of the covariances and computes the root again.
 

@@ -219,8 +219,8 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two configs by the scores of their runs, paired by fold and repeat.
 
-    Two runs of the same fold and repeat share seed and training classes. So the effects of seed and classes cancel in
-    the difference of the two scores, d = second - first. ``confidence_interval`` computes the interval from these
+    Two runs of the same fold and repeat share seed and training classes. This reduces noise in the difference of their
+    scores, d = second - first. ``confidence_interval`` computes the interval from these
     differences. If each of the F folds has a single pair, the interval is the t interval over the F differences, with
     F - 1 degrees of freedom. An interval over collections (one run per fold) would be too narrow, because collections
     share runs.

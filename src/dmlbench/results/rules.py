@@ -143,8 +143,8 @@ class ConfigRuns:
 class AggregationRule(Protocol):
     """Interface of aggregation rules, which compute the scores of a config from its runs.
 
-    If the folds of a protocol have different test sets, set ``one_test_set = False``. Otherwise, test sets of different
-    sizes raise an error.
+    If the folds of a protocol have different test sets, set ``one_test_set = False``. If it stays True, test sets of
+    different sizes raise an error.
     """
 
     @property

@@ -29,7 +29,7 @@ class Pooling(nn.Module):
         provides: names of the side outputs that ``forward`` returns. GSP returns some of them only after its prototypes
             are initialized.
         needs: the input that the pooling expects. "map" (the default) is the last feature map of the backbone. "native"
-            is the vector from the backbone's own pretrained pooling, such as the class token, as a 1 x 1 map.
+            is a 1 x 1 map: the vector from the backbone's own pretrained pooling, such as the class token.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
@@ -65,8 +65,7 @@ class Pooling(nn.Module):
         return True
 
     def input_width(self, embedding_size: int) -> int:
-        """Return how many output channels the projection must have, so that embeddings have ``embedding_size``
-        dimensions."""
+        """Return how many outputs the projection needs, so that embeddings have ``embedding_size`` dimensions."""
         return embedding_size
 
     def output_width(self, projected_size: int) -> int:
