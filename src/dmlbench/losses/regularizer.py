@@ -46,7 +46,7 @@ class Regularizer(nn.Module):
             labels: class of each image [B]. The tensor is on the CPU if the regularizer sets ``labels_on_host = True``,
                 else
                 on the training device.
-            dml_loss: the configured loss, a function of embeddings and labels. A regularizer can apply it to further
-                embeddings that it computes.
+            dml_loss: the configured loss, a function of embeddings and labels. A regularizer that computes further
+                embeddings can apply it to them, too.
         """
         raise NotImplementedError
