@@ -94,6 +94,11 @@ def test_stages_that_cannot_be_named_are_errors(make: Callable[..., Backbone], s
         make(frozen_until=stage)
 
 
+def test_a_frozen_backbone_has_no_batch_norm_to_train() -> None:
+    with pytest.raises(ConfigError, match=r"batch_norm: got stats with backbone\.frozen_until=all"):
+        ResNet20(batch_norm="stats", frozen_until="all")
+
+
 @pytest.mark.parametrize("name", ["test_vit", "deit_tiny_distilled_patch16_224"])
 def test_frozen_patch_projection_is_that_of_hyp_vit(name: str) -> None:
     """htdt/hyp_metric, model.py: ``freeze(model, 0)`` freezes ``patch_embed`` and ``pos_drop`` (no weights)."""

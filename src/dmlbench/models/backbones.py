@@ -218,6 +218,11 @@ class Backbone(nn.Module):
     def freeze(self, batch_norm: BatchNormFreezing, frozen_until: str | None = None) -> None:
         """Freeze batch norm's statistics or all of it, and the stages up to ``frozen_until`` (see the class)."""
         check_choice("batch_norm", batch_norm, get_args(BatchNormFreezing))
+        if frozen_until == ALL and batch_norm == "stats":
+            raise ConfigError(
+                "backbone.batch_norm: got stats with backbone.frozen_until=all, which freezes scale and shift, too. "
+                "Set backbone.batch_norm=all."
+            )
         self._batch_norm = batch_norm
         for layer in self._batch_norms():
             for parameter in layer.parameters(recurse=False):

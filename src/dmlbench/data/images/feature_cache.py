@@ -219,7 +219,7 @@ def _build(
                 bar.update(len(values))
                 if not first:
                     first, began = done, time.monotonic()
-                elif not told and (passed := time.monotonic() - began) > 20:
+                elif not told and (passed := time.monotonic() - began) > 5:
                     told, rate = True, (done - first) / passed
                     logger.info("%.0f views a second, %.0f minutes left", rate, (len(todo) - done) / rate / 60)
                 check()
