@@ -336,7 +336,8 @@ class TrainedModel:
         """Compute the distance of each embedding in ``a`` to each in ``b``. Returns [M, N], float32 on the CPU.
 
         ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The distance is
-        the one that the model was trained and evaluated with. For most models, this is the Euclidean distance of the
+        the one that ranks images when the model is validated and tested. For most models, this is the Euclidean
+        distance of the
         normalized embeddings, in [0, 2]. Some heads, such as AVSL, define their own distance.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
