@@ -20,6 +20,7 @@ from mkdocs.structure.toc import AnchorLink
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = "outputs/published"
+FINDINGS = "findings.md"
 _WIDE = re.compile("^<!-- table: conf/(rerank|loss|pooling) -->$", flags=re.MULTILINE)
 _ROWS = re.compile(r"<!-- (?:table: )?(?P<table>\S+) -->|<tr>\n<td><code>[\w.]+</code></td>\n.*?</tr>", flags=re.DOTALL)
 FOLDERS = {"avsl": "AVSL", "oodml": "ooDML", "frozen_features_cars196": "Frozen features, Cars196"}
@@ -30,8 +31,8 @@ SEARCH_WORDS = {
     "first_steps.md": ["jupyter"],
     "loggers.md": ["plot", "loss curve"],
     "running.md": ["amp"],
-    "several_gpus.md": ["ddp"],
-    "speed.md": ["data loader"],
+    "several_gpus.md": ["ddp", "multi-gpu"],
+    "speed.md": ["data loader", "multi-gpu"],
     "tutorials/fine_tune.md": ["finetune", "finetuning"],
     "tutorials/trained_model.md": ["inference", "similarity search", "state_dict", "visualization"],
     "tutorials/own_loss_or_pooling.md": ["custom loss", "custom pooling"],
@@ -63,9 +64,9 @@ def _pages(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _of_folder(folder: str) -> dict[str, list[str]]:
-    """A folder of results: its README, then its tables."""
+    """A folder of results: its README, its findings, then its tables."""
     places = sorted(path.relative_to(ROOT / PUBLISHED) for path in (ROOT / PUBLISHED / folder).rglob("*.md"))
-    places.sort(key=lambda place: place.name != "README.md")
+    places.sort(key=lambda place: (place.name != "README.md", place.name != FINDINGS))
     title = FOLDERS.get(folder, folder.replace("_", " ").capitalize())
     return {title: [f"published/{place}" for place in places]}
 
@@ -98,9 +99,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links to what lies beside docs/ in the repository, lists of sections, and pages before results in searches."""
     source = page.file.src_uri
     page.meta["tags"] = SEARCH_WORDS.get(source, [])
-    if source.startswith("published/"):  # searches find the READMEs, which link to tables and trials
-        page.meta["search"] = {"boost": 0.2} if source.endswith("/README.md") else {"exclude": True}
-        if not source.endswith("/README.md"):  # a table, whose title is a heading of a lower level
+    if source.startswith("published/"):  # searches find the READMEs and findings, which link to tables and trials
+        is_text = posixpath.basename(source) in ("README.md", FINDINGS)
+        page.meta["search"] = {"boost": 0.2} if is_text else {"exclude": True}
+        if not is_text:  # a table, whose title is a heading of a lower level
             of = f" ({stem[0]})" if len(stem := posixpath.basename(source).split("-")) > 2 else ""
             results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
             part = f"*Part of [these results]({results}).*"

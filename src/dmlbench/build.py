@@ -149,6 +149,12 @@ def build_model(cfg: DictConfig) -> MetricModel:
     return model
 
 
+def rows_with_views(data: Data) -> IntArray:
+    """Table rows of the images that some fold trains on."""
+    train_rows = np.flatnonzero(data.table.role == "train")
+    return train_rows if np.isin(data.split.train, train_rows).all() else np.arange(len(data.table))
+
+
 def use_feature_cache(
     cfg: DictConfig,
     data: Data,
@@ -180,9 +186,7 @@ def use_feature_cache(
             "feature_cache.level=pooled."
         )
     precision = cfg.fit.precision
-    train_rows = np.flatnonzero(data.table.role == "train")
-    if not np.isin(data.split.train, train_rows).all():
-        train_rows = np.arange(len(data.table))
+    train_rows = rows_with_views(data)
     spec: list[StoredMaps] = []
     stores_maps = settings.level == "maps" or (model.pooling is not None and model.pooling.needs != "native")
 

@@ -260,6 +260,27 @@ def _links(page: Path) -> Iterator[tuple[str, str]]:
             yield place, anchor
 
 
+def test_pages_keep_their_limits_of_words(repository) -> None:
+    nav = (repository / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1].split("\n\n")[0]
+    reference = re.findall(r"\S+\.md", nav.split("- Reference:")[1].split("- Results:")[0])
+    pages = {page: 900 for page in (repository / "docs").rglob("*.md") if page.name not in reference}
+    pages |= {repository / "README.md": 700, repository / "CONTRIBUTING.md": 2000}
+    assert len(pages) > 20
+    too_long = {page.name: (words, limit) for page, limit in pages.items()
+                if (words := len(page.read_text(encoding="utf-8").split())) > limit}  # fmt: skip
+    assert not too_long
+
+
+def test_a_published_folder_has_a_small_readme(repository) -> None:
+    """Command, commit, hardware and time, in at most five notes; the rest is in findings.md."""
+    readmes = list((repository / "outputs/published").glob("*/README.md"))
+    assert len(readmes) > 15
+    for readme in readmes:
+        text = readme.read_text(encoding="utf-8")
+        assert len(re.findall("^- ", text, flags=re.MULTILINE)) <= 5, readme
+        assert len(text.split()) <= 400, readme
+
+
 def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
     for page in [*pages(repository), *(repository / "docs" / "tutorials").glob("*.md")]:
         for place, anchor in _links(page):

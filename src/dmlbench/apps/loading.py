@@ -260,9 +260,8 @@ class TrainedModel:
             scores.append(f"{part} " + ", ".join(f"{s.label} {s.scale * values[s.name]:.2f}" for s in shown))
         return "\n".join((
             f"dmlbench model of {self.name} ({self.device})",
-            f"data set: {result['dataset']}, protocol {result['protocol']}, fold {result['fold']}, "
-            f"repeat {result['repeat']}",
-            f"trained: {', '.join(' '.join(option) for option in options.items())}",
+            f"trained on {result['dataset']}, protocol {result['protocol']}, fold {result['fold']}, "
+            f"repeat {result['repeat']}: {', '.join(' '.join(option) for option in options.items())}",
             f"embedding: {self.embedding_size} dimensions, compared by {compared}",
             f"input: {prepared}",
             f"scores: {'; '.join(scores)}",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmlbench.apps.plan import Plan, Run
+from dmlbench.build import rows_with_views
 from dmlbench.experiment import Experiment
 from dmlbench.identity import PlannedConfig
 from dmlbench.models.net import PooledModel
@@ -101,10 +102,7 @@ def timed(experiment: Experiment, label: str) -> RunTime:
         seconds += settings.max_steps * float(np.diff(clock.times).min())  # the first step also allocates and compiles
         parts.append(f"{_TIMED_STEPS} training steps")
     sets = [part for part in (split.val, split.test) if part is not None]
-    batch = sets[0].rows[: setup.eval_batch_size]
-    started = time.monotonic()
-    setup.embed(RetrievalSet(batch))
-    image_s = (time.monotonic() - started) / len(batch)
+    image_s = _seconds_per_image(experiment, sets[0])
     parts.append("1 embedding batch")
     validations = math.ceil(settings.max_steps / settings.validate_every)
     images = 0 if split.test is None else len(split.test.rows)
@@ -115,6 +113,20 @@ def timed(experiment: Experiment, label: str) -> RunTime:
         images += len(split.train)
     is_bound = bool(settings.patience or settings.collapse_ratio or experiment.protocol.planned_by)
     return RunTime(seconds + images * image_s, f"{' and '.join(parts)} of {label}", is_bound)
+
+
+def caching_seconds(experiment: Experiment, views: int) -> float:
+    """Time to build a feature cache, from one embedding batch of the same experiment without a cache."""
+    data = experiment.setup.data
+    records = len(data.table) + views * len(rows_with_views(data))
+    return records * _seconds_per_image(experiment, RetrievalSet(data.split.train))
+
+
+def _seconds_per_image(experiment: Experiment, images: RetrievalSet) -> float:
+    batch = images.rows[: experiment.setup.eval_batch_size]
+    started = time.monotonic()
+    experiment.setup.embed(RetrievalSet(batch))
+    return (time.monotonic() - started) / len(batch)
 
 
 def total_time(runs: Sequence[Run], times: Mapping[str, RunTime]) -> str:
