@@ -282,7 +282,7 @@ def _timed(run: Run, name: str) -> RunTime:
         except _CacheIsMissing:
             views, cfg.feature_cache = cfg.feature_cache.views, None
             seconds = caching_seconds(make_experiment(cfg, run.path, device), views)
-            return RunTime(None, f"the feature cache is not built yet, which takes about {duration(seconds)}")
+            return RunTime(None, f"the feature cache is not built yet (building takes about {duration(seconds)})")
     except DmlbenchError as error:
         return RunTime(None, str(error))
 
