@@ -336,8 +336,7 @@ class TrainedModel:
 
         ``a`` [M, D] and ``b`` [N, D] are outputs of ``embed``; a single embedding may have shape [D]. The distance is
         the one that ranks images when the model is validated and tested. For most models, this is the Euclidean
-        distance of the
-        normalized embeddings, in [0, 2]. Some heads, such as AVSL, define their own distance.
+        distance of the normalized embeddings, in [0, 2]. Some heads, such as AVSL, define their own distance.
         """
         # of unit vectors by products, whose rounding in float32 moves small distances by 1e-3
         dtype = torch.float32 if self.has_own_distance else torch.float64
