@@ -219,8 +219,8 @@ def table(
         The columns are ``dataset``, ``protocol`` and ``row`` (label of the config), the mean and standard deviation of
         each score in percent, and ``notes``. Notes warn of missing runs, checkpoints selected on the test set, or
         imported embeddings. With ``compare``, each row instead compares the first config (A) with one other config (B)
-        in one metric. The columns include ``A mean``, ``B mean`` and ``difference`` (B - A), in percent. The columns ``low``
-        and ``high`` bound the 95 % interval of the difference. ``p_value`` is the p-value of the difference.
+        in one metric. The columns include ``A mean``, ``B mean`` and ``difference`` (B - A), in percent. The columns
+        ``low`` and ``high`` bound the 95 % interval of the difference. ``p_value`` is the p-value of the difference.
         ``p_holm`` is this p-value after Holm's correction for the number of configs that are compared with the first.
     """
     add_module_folder(config_dir)
