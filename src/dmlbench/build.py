@@ -149,12 +149,6 @@ def build_model(cfg: DictConfig) -> MetricModel:
     return model
 
 
-def rows_with_views(data: Data) -> IntArray:
-    """Table rows of the images that some fold trains on."""
-    train_rows = np.flatnonzero(data.table.role == "train")
-    return train_rows if np.isin(data.split.train, train_rows).all() else np.arange(len(data.table))
-
-
 def use_feature_cache(
     cfg: DictConfig,
     data: Data,
@@ -163,8 +157,9 @@ def use_feature_cache(
     device: torch.device,
     *,
     check: Callable[[], None] = lambda: None,
+    complete: Callable[..., None] = complete_cache,
 ) -> FeatureCache | None:
-    """Let the model take records of a feature cache in place of images; builds the cache if it is missing."""
+    """Let the model take records of a feature cache in place of images; ``complete`` builds the cache if needed."""
     settings: FeatureCacheSettings | None = component(cfg.feature_cache)
     if settings is None:
         return None
@@ -186,7 +181,9 @@ def use_feature_cache(
             "feature_cache.level=pooled."
         )
     precision = cfg.fit.precision
-    train_rows = rows_with_views(data)
+    train_rows = np.flatnonzero(data.table.role == "train")
+    if not np.isin(data.split.train, train_rows).all():
+        train_rows = np.arange(len(data.table))
     spec: list[StoredMaps] = []
     stores_maps = settings.level == "maps" or (model.pooling is not None and model.pooling.needs != "native")
 
@@ -269,7 +266,7 @@ def use_feature_cache(
         own = {"pooling": pooling, "feature_cache": asdict(settings), "pooled_from": "maps as stored"}
         cache = cache_of(content | own, "pooled", pooled_of(sample).shape[1])
     records = pooled if settings.level == "pooled" else rendered
-    complete_cache(cache, records, progress=shows_progress(), check=check, name=data.table.name)
+    complete(cache, records, progress=shows_progress(), check=check, name=data.table.name)
     if isinstance(model, PooledModel) and settings.level == "pooled":
         model.stored_pooled = True
     else:
@@ -439,6 +436,7 @@ def make_setup(
     seed: int | None = None,
     check_data: Callable[[ImageTable], None] = lambda table: None,
     check: Callable[[], None] = lambda: None,
+    complete: Callable[..., None] = complete_cache,
     ranks: Ranks = ONE,
 ) -> Setup:
     """Build a ``Setup`` with initial weights, and set ``cfg.runtime``.
@@ -447,6 +445,7 @@ def make_setup(
         seed: of the initial weights, for a training: its images are opened, too; None leaves the random state.
         check_data: called before the model is built.
         check: called regularly while images are prepared; exceptions propagate.
+        complete: builds a feature cache if it is missing; for dry runs.
     """
     data = build_data(cfg)
     open_images = image_opener(cfg, data.table, device, check=check)
@@ -468,7 +467,7 @@ def make_setup(
 
         model = convert_sync_batchnorm(model)
     move(model, device, channels_last=settings.channels_last)
-    cache = use_feature_cache(cfg, data, model, open_images, device, check=check)
+    cache = use_feature_cache(cfg, data, model, open_images, device, check=check, complete=complete)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(
         data=data,
@@ -494,6 +493,7 @@ def make_experiment(
     *,
     plan: Plan | None = None,
     check: Callable[[], None] = lambda: None,
+    complete: Callable[..., None] = complete_cache,
     ranks: Ranks = ONE,
 ) -> Experiment:
     """Build an ``Experiment`` of a checked configuration; a plan replaces the training's length and schedule."""
@@ -501,7 +501,7 @@ def make_experiment(
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # without the config, so that configs are compared in pairs
-    setup = make_setup(cfg, device, seed=seed, check=check, ranks=ranks)
+    setup = make_setup(cfg, device, seed=seed, check=check, complete=complete, ranks=ranks)
     images = setup.images
     images = replace(images, random=True) if isinstance(images, FeatureView) else setup.open_images("train")
     objective = build_objective(cfg, setup.model).to(device)

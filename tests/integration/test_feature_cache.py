@@ -215,7 +215,7 @@ def test_a_dry_run_builds_no_cache_beside_those_of_other_settings(tmp_path: Path
     paths = [f"paths.output_dir={tmp_path / 'out'}", f"paths.cache_dir={tmp_path / 'cache'}"]
     command("train", *SMALL, HEAD, *paths, "backbone.frozen_until=all", *MAPS, "feature_cache.views=4", "--dry-run")
     out = capsys.readouterr().out
-    assert re.search(r"time unknown: the feature cache is not built yet \(building takes about \d+ (s|min)\)", out)
+    assert re.search(r"about \d+ s per run \(2 training steps .*\), plus about \d+ s to build the feature cache", out)
     assert sorted((tmp_path / "cache").iterdir()) == before
 
 

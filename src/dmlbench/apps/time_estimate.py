@@ -3,22 +3,26 @@
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dmlbench.apps.plan import Plan, Run
-from dmlbench.build import rows_with_views
+from dmlbench.data.images.feature_cache import FeatureCache
 from dmlbench.experiment import Experiment
 from dmlbench.identity import PlannedConfig
 from dmlbench.models.net import PooledModel
 from dmlbench.training.fit import fit
-from dmlbench.types import RetrievalSet, counted, duration
+from dmlbench.types import IntArray, RetrievalSet, counted, duration
 
 _TIMED_STEPS = 2
+_TIMED_RECORDS = 64
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,29 @@ class RunTime:
     seconds: float | None  # None: unknown
     source: str  # what was timed, or why the time is unknown
     is_bound: bool = False  # the training may stop early
+    caching: float = 0.0  # seconds to build the feature cache before the first run
 
     def __str__(self) -> str:
         if self.seconds is None:
             return f"time unknown: {self.source}"
-        return f"{'at most' if self.is_bound else 'about'} {duration(self.seconds)} per run ({self.source})"
+        known = f"{'at most' if self.is_bound else 'about'} {duration(self.seconds)} per run ({self.source})"
+        return f"{known}, plus about {duration(self.caching)} to build the feature cache" if self.caching else known
+
+
+class CachingTime:
+    """Times a batch of a missing feature cache in place of building it; the cache then has random records."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, cache: FeatureCache, records: Callable[[IntArray], Iterator[Tensor]], **_: Any) -> None:
+        if cache.is_complete():
+            return
+        positions = np.arange(cache.num_records)[-_TIMED_RECORDS:]  # random views, if there are any
+        started = time.monotonic()
+        deque(records(positions), maxlen=0)
+        self.seconds = (time.monotonic() - started) / len(positions) * cache.num_records
+        cache.simulate()
 
 
 def kind_of(config: PlannedConfig) -> tuple[str, ...]:
@@ -76,11 +98,12 @@ class _Clock:
     def close(self) -> None: ...
 
 
-def timed(experiment: Experiment, label: str) -> RunTime:
+def timed(experiment: Experiment, label: str, caching: float = 0.0) -> RunTime:
     """Time two training steps and one embedding batch; rankings and clusterings are not counted.
 
     Args:
         label: of the config, for ``source``.
+        caching: seconds to build the feature cache.
     """
     setup = experiment.setup
     settings, split, model = setup.settings, setup.data.split, setup.model
@@ -102,7 +125,10 @@ def timed(experiment: Experiment, label: str) -> RunTime:
         seconds += settings.max_steps * float(np.diff(clock.times).min())  # the first step also allocates and compiles
         parts.append(f"{_TIMED_STEPS} training steps")
     sets = [part for part in (split.val, split.test) if part is not None]
-    image_s = _seconds_per_image(experiment, sets[0])
+    batch = sets[0].rows[: setup.eval_batch_size]
+    started = time.monotonic()
+    setup.embed(RetrievalSet(batch))
+    image_s = (time.monotonic() - started) / len(batch)
     parts.append("1 embedding batch")
     validations = math.ceil(settings.max_steps / settings.validate_every)
     images = 0 if split.test is None else len(split.test.rows)
@@ -112,21 +138,7 @@ def timed(experiment: Experiment, label: str) -> RunTime:
     if isinstance(model, PooledModel) and model.projection.closed_form is not None:
         images += len(split.train)
     is_bound = bool(settings.patience or settings.collapse_ratio or experiment.protocol.planned_by)
-    return RunTime(seconds + images * image_s, f"{' and '.join(parts)} of {label}", is_bound)
-
-
-def caching_seconds(experiment: Experiment, views: int) -> float:
-    """Time to build a feature cache, from one embedding batch of the same experiment without a cache."""
-    data = experiment.setup.data
-    records = len(data.table) + views * len(rows_with_views(data))
-    return records * _seconds_per_image(experiment, RetrievalSet(data.split.train))
-
-
-def _seconds_per_image(experiment: Experiment, images: RetrievalSet) -> float:
-    batch = images.rows[: experiment.setup.eval_batch_size]
-    started = time.monotonic()
-    experiment.setup.embed(RetrievalSet(batch))
-    return (time.monotonic() - started) / len(batch)
+    return RunTime(seconds + images * image_s, f"{' and '.join(parts)} of {label}", is_bound, caching)
 
 
 def total_time(runs: Sequence[Run], times: Mapping[str, RunTime]) -> str:
@@ -135,6 +147,7 @@ def total_time(runs: Sequence[Run], times: Mapping[str, RunTime]) -> str:
     seconds = [each.seconds for each in known if each.seconds is not None]
     if not seconds:
         return ""
-    total = f"{'at most' if any(each.is_bound for each in known) else 'about'} {duration(sum(seconds))}"
+    all_seconds = sum(seconds) + max(each.caching for each in known)  # the runs share the cache
+    total = f"{'at most' if any(each.is_bound for each in known) else 'about'} {duration(all_seconds)}"
     unknown = len(runs) - len(seconds)
     return f"{total}, plus {counted(unknown, 'run')} of unknown time" if unknown else total

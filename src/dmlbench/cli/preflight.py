@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from dmlbench.apps.experiment_rows import COORDINATES
 from dmlbench.apps.paper_comparison import expected_differences
 from dmlbench.apps.plan import Compose, Plan, Run, compose_configs, load_inputs, make_plan, require_writable
-from dmlbench.apps.time_estimate import RunTime, caching_seconds, kind_of, measured_times, timed, total_time
+from dmlbench.apps.time_estimate import CachingTime, RunTime, kind_of, measured_times, timed, total_time
 from dmlbench.build import make_experiment
 from dmlbench.checks import check
 from dmlbench.cli.arguments import CommandLine, for_hydra
@@ -27,7 +27,7 @@ from dmlbench.config import composing, key_of
 from dmlbench.identity import Overrides, PlannedConfig, planned_config
 from dmlbench.results.caveats import by_fact
 from dmlbench.runtime import select_device, set_strict_float32
-from dmlbench.types import ConfigError, DmlbenchError, RunError, check_fold, counted, duration, shorten
+from dmlbench.types import ConfigError, DmlbenchError, RunError, check_fold, counted, shorten
 
 log = logging.getLogger(__name__)
 
@@ -270,22 +270,11 @@ def _timed(run: Run, name: str) -> RunTime:
     cfg = composed_run(run.overrides)
     cfg.image_cache, cfg.num_workers, cfg.logger = False, 0, None
 
-    def refuse_to_build() -> None:
-        raise _CacheIsMissing
-
     log.info("timing %s", name)
     set_strict_float32()
-    device = select_device(cfg.device)
+    caching = CachingTime()
     try:
-        try:
-            return timed(make_experiment(cfg, run.path, device, check=refuse_to_build), name)
-        except _CacheIsMissing:
-            views, cfg.feature_cache = cfg.feature_cache.views, None
-            seconds = caching_seconds(make_experiment(cfg, run.path, device), views)
-            return RunTime(None, f"the feature cache is not built yet (building takes about {duration(seconds)})")
+        experiment = make_experiment(cfg, run.path, select_device(cfg.device), complete=caching)
+        return timed(experiment, name, caching.seconds)
     except DmlbenchError as error:
         return RunTime(None, str(error))
-
-
-class _CacheIsMissing(Exception):
-    """A dry run does not build a feature cache."""

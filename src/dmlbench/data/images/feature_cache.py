@@ -33,6 +33,7 @@ Level = Literal["maps", "pooled"]
 _VERSION = 1  # increment it whenever the layout or the records change
 _MAGIC = b"dmlbench-features\n"
 _ALIGNMENT = 64
+_SIMULATED = 256  # different records of a simulated cache
 _STORED_AS = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
 _REMEDY = "Free some space, choose another paths.cache_dir or fewer feature_cache.views, or set feature_cache=none."
 
@@ -88,7 +89,7 @@ class FeatureCache:
         self._view_rows = view_rows
         self._place = np.full(num_images, -1, dtype=np.int64)
         self._place[view_rows] = np.arange(len(view_rows))
-        self._records: NDArray[Any] | None = None
+        self._records: NDArray[Any] | _Repeated | None = None
         self._checksums = np.zeros(0, dtype=np.uint32)
         self._checked = np.zeros(self.num_records, dtype=np.bool_)
 
@@ -111,6 +112,12 @@ class FeatureCache:
         """Records [b, F, 1, 1] of the given positions in order, in parts."""
         for first in range(0, len(positions), batch_size):
             yield self._at(positions[first : first + batch_size])
+
+    def simulate(self) -> None:
+        """Read random records, without a file: for timing steps."""
+        values = torch.rand(_SIMULATED, self.record_size, generator=torch.Generator().manual_seed(0))
+        self._records = _Repeated(_as_stored(values, self.settings.dtype, "simulated records"))
+        self._checked[:] = True
 
     def is_complete(self) -> bool:
         """Whether the file is there, of this content."""
@@ -139,6 +146,16 @@ class FeatureCache:
         dtype = _STORED_AS[self.settings.dtype]
         flat = np.frombuffer(mapped, dtype, self.num_records * self.record_size, self.start)
         self._records = flat.reshape(self.num_records, self.record_size)
+
+
+class _Repeated:
+    """A few records in place of all."""
+
+    def __init__(self, rows: NDArray[Any]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, places: IntArray) -> NDArray[Any]:
+        return self.rows[places % len(self.rows)]
 
 
 @dataclass(frozen=True)
