@@ -167,7 +167,7 @@ def use_feature_cache(
     if backbone.frozen_until is None or (settings.level == "pooled" and backbone.frozen_until != ALL):
         expected = "all" if settings.level == "pooled" else "a stage or all"
         raise ConfigError(
-            f"backbone.frozen_until: got {backbone.frozen_until}, expected {expected} with "
+            f"backbone.frozen_until: got {backbone.frozen_until or 'null'}, expected {expected} with "
             f"feature_cache.level={settings.level}. Set backbone.frozen_until=all or feature_cache=none."
         )
     if settings.level == "pooled" and not isinstance(model, PooledModel):

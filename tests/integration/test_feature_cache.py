@@ -250,7 +250,7 @@ def test_a_closed_form_head_goes_with_every_order_of_pooling_and_projection(tmp_
 @pytest.mark.parametrize(
     "choices, message",
     [
-        (MAPS, "backbone.frozen_until: got None, expected a stage or all"),
+        (MAPS, "backbone.frozen_until: got null, expected a stage or all"),
         (["backbone.frozen_until=layer2", *POOLED], "backbone.frozen_until: got layer2, expected all"),
         (["backbone.frozen_until=all", *POOLED, "pooling=gem"], "Gem has parameters or a state"),
         (["backbone.frozen_until=all", *POOLED, "rerank=diml"], "rerank: got feature_cache.level=pooled"),

@@ -102,6 +102,8 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     missing = ("dataset=cub200", "paths.data_dir=nowhere", "backbone=resnet50", "backbone.weights_file=gone.pth")
     error = command("train", *missing, "--dry-run", code=1)
     assert "1 of 1 runs cannot start: " in error and "nowhere" in error and "weights file 'gone.pth' does not " in error
+    error = command("train", *TINY, "protocol=conventional", "feature_cache=maps", "--dry-run", code=1)
+    assert "1 of 1 runs cannot start: " in error and "backbone.frozen_until" in error
     error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=1)
     reason = "fold: got 9, expected 0 to 3, the folds of the protocol."
     assert error.splitlines()[-1] == f"dmlbench: error: 1 config cannot be run: {reason}"

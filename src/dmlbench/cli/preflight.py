@@ -206,19 +206,20 @@ def check_runs(
     inputs = load_inputs([] if is_elsewhere else configs.values())
     if table is not None and table.has_scores:
         _print_comparability(table, configs, settings or {}, inputs.notes, reasons)
+    times, wrong = measured_times(plan), dict(inputs.missing)
+    if not is_elsewhere:
+        wrong |= _time_others(times, to_do, names, inputs.kinds)
+    print_time(to_do, times, names)
+    if is_elsewhere:
+        print("data, weights and time were not checked: the launcher uses other machines")
     problems = {failure: list[str]() for failure in failures}
-    for sha256, error in inputs.missing.items():
+    for sha256, error in wrong.items():
         problems.setdefault(str(error), []).append(names.get(configs[sha256].overrides) or configs[sha256].name)
-    count = sum(run.config.sha256 in inputs.missing for run in to_do)
+    count = sum(run.config.sha256 in wrong for run in to_do)
     try:
         require_writable(output_dir)
     except ConfigError as error:
         problems[str(error)], count = [], len(to_do)
-    if is_elsewhere:
-        print_time(to_do, measured_times(plan), names)
-        print("data, weights and time were not checked: the launcher uses other machines")
-    else:
-        print_time(to_do, _times(plan, to_do, names, inputs.kinds), names)
     if problems:
         listed = " ".join(f"{what} Affects {', '.join(rows)}." if rows else what for what, rows in problems.items())
         what = (
@@ -243,12 +244,12 @@ def _print_comparability(
     print("".join(f"will not be comparable with the paper: {line}\n" for line in lines), end="")
 
 
-def _times(
-    plan: Plan, to_do: Sequence[Run], names: Mapping[Overrides, str], missing: Mapping[str, str]
-) -> dict[str, RunTime]:
-    """Times of runs by ``sha256`` of their config: of complete runs, else of the first config of each kind."""
-    times = measured_times(plan)
+def _time_others(
+    times: dict[str, RunTime], to_do: Sequence[Run], names: Mapping[Overrides, str], missing: Mapping[str, str]
+) -> dict[str, DmlbenchError]:
+    """Add the times of further configs: of the first config of each kind that can start. Returns why others cannot."""
     of_kind: dict[tuple[str, ...], RunTime] = {}
+    wrong: dict[str, DmlbenchError] = {}
     for run in to_do:
         config, kind = run.config, kind_of(run.config)
         if config.sha256 in times:
@@ -260,13 +261,20 @@ def _times(
             times[config.sha256] = RunTime(None, f"a dry run times at most {_MOST_TIMED} configs")
             continue
         if kind not in of_kind:
-            of_kind[kind] = _timed(run, names.get(config.overrides) or config.name)
+            found = _timed(run, names.get(config.overrides) or config.name)
+            if isinstance(found, DmlbenchError):
+                wrong[config.sha256], times[config.sha256] = found, RunTime(None, "it cannot start")
+                continue
+            of_kind[kind] = found
         times[config.sha256] = of_kind[kind]
-    return times
+    return wrong
 
 
-def _timed(run: Run, name: str) -> RunTime:
-    """The time of a run, by a few of its steps. Images are decoded in this process, and nothing is cached."""
+def _timed(run: Run, name: str) -> RunTime | DmlbenchError:
+    """The time of a run, by a few of its steps, or why it cannot start.
+
+    Images are decoded in this process, and nothing is cached.
+    """
     cfg = composed_run(run.overrides)
     cfg.image_cache, cfg.num_workers, cfg.logger = False, 0, None
 
@@ -275,6 +283,9 @@ def _timed(run: Run, name: str) -> RunTime:
     caching = CachingTime()
     try:
         experiment = make_experiment(cfg, run.path, select_device(cfg.device), complete=caching)
+    except DmlbenchError as error:
+        return error
+    try:
         return timed(experiment, name, caching.seconds)
     except DmlbenchError as error:
         return RunTime(None, str(error))
