@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dmlbench.components import check_periods, component, declared, imported, parameters_of
 from dmlbench.data.batches.loaders import EvalBatches, Inputs, TrainBatches
+from dmlbench.data.batches.samplers import BatchSampler, RandomBatchSampler
 from dmlbench.data.batches.transforms import CropTransform
 from dmlbench.data.images.feature_cache import FeatureCache, FeatureCacheSettings, FeatureView, Level, complete_cache
 from dmlbench.data.images.image_cache import cached_images, stamp_of
@@ -67,7 +68,7 @@ def build_data(cfg: DictConfig) -> Data:
     index = class_index(table, split.train)
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
     # The length of an epoch depends on the seed; all runs of a config use one value.
-    sampler = component(cfg.sampler, labels=index[table.labels[split.train]], seed=0)
+    sampler = build_sampler(cfg, index[table.labels[split.train]], seed=0)
     OmegaConf.update(cfg, "runtime.steps_per_epoch", max(1, round(len(sampler) / cfg.fit.accumulate)))
     transform = component(cfg.transform.train)
     if isinstance(transform, CropTransform):
@@ -79,6 +80,15 @@ def build_data(cfg: DictConfig) -> Data:
         size = [image.height, image.width]
     OmegaConf.update(cfg, "runtime.image_size", size)
     return Data(table, split, index)
+
+
+def build_sampler(cfg: DictConfig, labels: IntArray, *, seed: int) -> BatchSampler:
+    """The sampler of training batches of images with ``labels`` [N]; an untrained model takes no batch: any will do."""
+    fit: Any = OmegaConf.to_container(cfg.fit, resolve=False)  # max_steps may depend on the length of an epoch
+    if fit["max_steps"] == 0:
+        return RandomBatchSampler(labels, batch_size=1, seed=seed)
+    sampler: BatchSampler = component(cfg.sampler, labels=labels, seed=seed)
+    return sampler
 
 
 def image_opener(
@@ -404,7 +414,7 @@ def build_train_batches(
     second_views: bool = False, ranks: Ranks = ONE,
 ) -> TrainBatches:  # fmt: skip
     """Endless training batches."""
-    sampler = component(cfg.sampler, labels=data.class_index[data.table.labels[data.split.train]], seed=seed)
+    sampler = build_sampler(cfg, data.class_index[data.table.labels[data.split.train]], seed=seed)
     return TrainBatches(
         data.table,
         data.split.train,

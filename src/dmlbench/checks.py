@@ -14,6 +14,7 @@ from dmlbench.components import check_components, check_periods, component, decl
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports
 from dmlbench.evaluation.search.rerank import check_shortlist
+from dmlbench.evaluation.search.unit_vectors import check_back_end
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
 from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, nodes
@@ -88,6 +89,7 @@ def check_values(cfg: DictConfig) -> None:
             f"transform.eval.crop: got {crops[1]}, expected {crops[0]} as in transform.train.crop, because "
             f"{cfg.pooling._target_} needs one size of the map. Set both to the same."
         )
+    check_back_end(cfg.evaluation.back_end)
     scores = component(cfg.evaluation).scores
     known_scores = [score.name for score in scores if score.metric.better is not None]
     if cfg.fit.monitor not in known_scores:

@@ -382,6 +382,13 @@ def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> No
     assert digest(*by_nmi, "evaluation.shortlist=100") == digest(*by_nmi)
 
 
+def test_a_back_end_that_is_not_installed_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = compose("train", ["evaluation.back_end=faiss"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="back_end=faiss needs the module faiss"):
+        check(cfg)
+
+
 def test_a_row_without_training_is_not_trained_by_an_experiments_length() -> None:
     cfg = compose("train", ["fit=untrained", "fit.max_steps=3"])
     OmegaConf.update(cfg, "runtime.choices.fit", "untrained", force_add=True)

@@ -120,8 +120,7 @@ def test_queries_of_runs_are_grouped_by_the_size_of_the_object(tmp_path: Path) -
     data = ["dataset=cub200", "dataset.table.check_counts=false", f"paths.data_dir={tmp_path}/data", "num_workers=0",
             "transform.eval.resize=16", "transform.eval.crop=16", "transform.train.resize=16",
             "transform.train.crop=16"]  # fmt: skip
-    tiny = ["protocol=conventional", "fit=untrained", "sampler.classes_per_batch=4", "fit.keep=none",
-            "head.out_features=4"]  # fmt: skip
+    tiny = ["protocol=conventional", "fit=untrained", "fit.keep=none", "head.out_features=4"]
     runs = {way: run(compose("train", [*data, *tiny, f"pooling={way}", *places(tmp_path)])) for way in ("gap", "gmp")}
     named = [f"{way}='{path}'" for way, path in runs.items()]
     args = arguments("study_object_size", *named, "edges=[0,0.4,0.6,1]", f"paths.output_dir={tmp_path}")

@@ -211,6 +211,16 @@ def check_tile_bytes(tile_bytes: int) -> None:
         raise ConfigError(f"tile_bytes: got {tile_bytes}, expected at least {MIN_TILE_BYTES} (default: {TILE_BYTES}).")
 
 
+def check_back_end(back_end: str) -> None:
+    """Raise ConfigError for an unknown back end, and for faiss where it is not installed."""
+    check_choice("back_end", back_end, get_args(BackEnd))
+    if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
+        raise ConfigError(
+            f"back_end=faiss needs the module faiss. {how_to_install('faiss-cpu')} "
+            "Or set back_end=auto, which gives the same numbers without it."
+        )
+
+
 class UnitSearch(Search):
     """Unit rows of queries and gallery.
 
@@ -233,12 +243,7 @@ class UnitSearch(Search):
         device: torch.device | None = None,
     ) -> None:
         check_tile_bytes(tile_bytes)
-        check_choice("back_end", back_end, get_args(BackEnd))
-        if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
-            raise ConfigError(
-                f"back_end=faiss needs the module faiss. {how_to_install('faiss-cpu')} "
-                "Or set back_end=auto, which gives the same numbers without it."
-            )
+        check_back_end(back_end)
         reference = queries if gallery is None else gallery
         super().__init__(queries, reference, device or queries.rows.device, tile_bytes)
         self.gallery = self._held(reference.rows, tile_bytes)
