@@ -281,6 +281,13 @@ def test_a_published_folder_has_a_small_readme(repository) -> None:
         assert len(text.split()) <= 400, readme
 
 
+def test_published_files_name_no_folder_of_the_machine_that_made_them(repository) -> None:
+    files = [path for path in (repository / "outputs/published").rglob("*") if path.suffix in (".md", ".tex", ".csv")]
+    assert len(files) > 100
+    for path in files:
+        assert not re.search(r"(?<![\w.])/(tmp|root|home|work|Users)/", path.read_text(encoding="utf-8")), path
+
+
 def test_links_of_readme_and_docs_hold_in_the_repository(repository) -> None:
     for page in [*pages(repository), *(repository / "docs" / "tutorials").glob("*.md")]:
         for place, anchor in _links(page):
