@@ -103,7 +103,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         is_text = posixpath.basename(source) in ("README.md", FINDINGS)
         page.meta["search"] = {"boost": 0.2} if is_text else {"exclude": True}
         if not is_text:  # a table, whose title is a heading of a lower level
-            of = f" ({stem[0]})" if len(stem := posixpath.basename(source).split("-")) > 2 else ""
+            stem = posixpath.splitext(posixpath.basename(source))[0].split("-")
+            is_alike = len(stem) > 2 or (len(stem) == 1 and " under " in markdown.partition("\n")[0])
+            of = f" ({stem[0].replace('_', ' ')})" if is_alike else ""
             results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
             part = f"*Part of [these results]({results}).*"
             markdown = re.sub("^#+ (.*)$", rf"# \1{of}\n\n{part}", markdown, count=1, flags=re.MULTILINE)

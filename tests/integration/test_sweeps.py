@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,9 @@ TINY = (
 GRID = ("train", "-m", *TINY, "fold=0,1")
 
 
-def start(folder: Path, *arguments: str) -> Process:
-    environment = {**os.environ, "DMLBENCH_CACHE": str(folder / "cache"), "DMLBENCH_OUTPUT": str(folder / "out")}
+def start(folder: Path, *arguments: str, **environment: str) -> Process:
+    places = {"DMLBENCH_CACHE": str(folder / "cache"), "DMLBENCH_OUTPUT": str(folder / "out")}
+    environment = {**os.environ, **places, **environment}
     return Process(arguments, folder=folder, environment=environment)
 
 
@@ -48,6 +51,44 @@ def test_two_sweeps_share_a_grid_and_each_skips_the_runs_that_the_other_has(tmp_
     assert error.count("skipped: ") == 1
     assert f"skipped: {runs[0].path.relative_to(tmp_path)}" in error or f"skipped: {runs[0].path}" in error
     assert [(run.path / RESULT).exists() for run in runs] == [False, True]
+
+
+# Stands in for SLURM: starts the jobs of an array on this machine, and knows nothing of their states.
+SLURM = {
+    "sbatch": """
+        last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
+        cp "$1" submitted.sh
+        export SLURM_ARRAY_JOB_ID=7 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 \\
+               SLURM_LOCALID=0 SLURM_JOB_NODELIST=localhost
+        for ((i = 0; i <= last; i++)); do
+            SLURM_JOB_ID=$((7 + i)) SLURM_ARRAY_TASK_ID=$i bash "$1" > /dev/null 2>&1 &
+        done
+        echo "Submitted batch job 7"
+    """,
+    "srun": """
+        [ "$1 $2 $4" = "--unbuffered --output --error" ] || exit 1
+        exec "${@:6}"
+    """,
+    "sacct": "echo 'JobID|State|NodeList'",
+}
+
+
+@pytest.mark.slow
+def test_a_sweep_on_slurm_submits_an_array_and_waits_for_its_runs(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="extra sweeps")
+    for name, script in SLURM.items():
+        place = tmp_path / "bin" / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(f"#!/bin/bash\n{textwrap.dedent(script)}")
+        place.chmod(0o755)
+    resources = ("partition=gpu", "gpus_per_node=1", "cpus_per_task=8", "mem_gb=32", "timeout_min=720")  # docs/speed.md
+    launcher = ("hydra/launcher=submitit_slurm", *(f"hydra.launcher.{each}" for each in resources))
+    process = start(tmp_path, *GRID, *launcher, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    code, _, error = process.wait(timeout=240)
+    assert code == 0, error
+    options = set(re.findall("^#SBATCH --(.*)$", (tmp_path / "submitted.sh").read_text(), flags=re.MULTILINE))
+    assert options >= {"array=0-1%2", "partition=gpu", "gpus-per-node=1", "cpus-per-task=8", "mem=32GB", "time=720"}
+    assert [run.state for run in find_runs(tmp_path / "out")] == ["done"] * 2
 
 
 @pytest.mark.slow
