@@ -7,6 +7,7 @@ pages' tables.
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,7 @@ SEARCH_WORDS = {
     "tutorials/own_loss_or_pooling.md": ["custom loss", "custom pooling"],
 }
 _titles: dict[str, str] = {}  # of pages, in the navigation
+_tables: Counter[str] = Counter()  # how many published tables have a title
 _of_rows: list[dict[str, Any]] = []  # what searches find besides pages and sections
 
 
@@ -71,10 +73,22 @@ def _of_folder(folder: str) -> dict[str, list[str]]:
     return {title: [f"published/{place}" for place in places]}
 
 
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0]
+
+
+def _part_of(source: str) -> str:
+    """What tells a table of published/ from others with its title: <part>[-<data set>-...].md, or its folder."""
+    place = Path(source)
+    part, *rest = place.stem.split("-")
+    return (place.parent.name if len(rest) == 1 else part).replace("_", " ")  # <data set>-<protocol>.md names no part
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Published results, CONTRIBUTING.md and CHANGELOG.md, as if they were in docs/."""
     places = {f"published/{path.relative_to(ROOT / PUBLISHED)}": path
               for path in sorted((ROOT / PUBLISHED).rglob("*")) if path.is_file()}  # fmt: skip
+    _tables.update(_first_line(path) for path in places.values() if path.suffix == ".md")
     places |= {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
     for place, path in places.items():
         kind = InclusionLevel.NOT_IN_NAV if place.startswith("published/") else InclusionLevel.UNDEFINED
@@ -103,9 +117,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         is_text = posixpath.basename(source) in ("README.md", FINDINGS)
         page.meta["search"] = {"boost": 0.2} if is_text else {"exclude": True}
         if not is_text:  # a table, whose title is a heading of a lower level
-            stem = posixpath.splitext(posixpath.basename(source))[0].split("-")
-            is_alike = len(stem) > 2 or (len(stem) == 1 and " under " in markdown.partition("\n")[0])
-            of = f" ({stem[0].replace('_', ' ')})" if is_alike else ""
+            of = f" ({_part_of(source)})" if _tables[_first_line(ROOT / "outputs" / source)] > 1 else ""
             results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
             part = f"*Part of [these results]({results}).*"
             markdown = re.sub("^#+ (.*)$", rf"# \1{of}\n\n{part}", markdown, count=1, flags=re.MULTILINE)

@@ -28,7 +28,7 @@ from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
-from dmlbench.identity import config_sha256, contents, run_sha256, without_added
+from dmlbench.identity import config_sha256, contents, is_untrained, run_sha256, without_added
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
@@ -83,10 +83,9 @@ def build_data(cfg: DictConfig) -> Data:
 
 
 def build_sampler(cfg: DictConfig, labels: IntArray, *, seed: int) -> BatchSampler:
-    """The sampler of training batches of images with ``labels`` [N]; an untrained model takes no batch: any will do."""
-    fit: Any = OmegaConf.to_container(cfg.fit, resolve=False)  # max_steps may depend on the length of an epoch
-    if fit["max_steps"] == 0:
-        return RandomBatchSampler(labels, batch_size=1, seed=seed)
+    """Make the sampler of training images with ``labels`` [N]; a placeholder if no step is taken."""
+    if is_untrained(cfg):
+        return RandomBatchSampler(labels, batch_size=len(labels), seed=seed)
     sampler: BatchSampler = component(cfg.sampler, labels=labels, seed=seed)
     return sampler
 

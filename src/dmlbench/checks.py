@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dmlbench.build import build_distance, build_rerank, needs_map_size, takes_directions, takes_distance
 from dmlbench.components import check_components, check_periods, component, declared, imported
 from dmlbench.config import schema_of
-from dmlbench.evaluation.evaluate import check_distance_supports
+from dmlbench.evaluation.evaluate import check_distance_supports, check_libraries
 from dmlbench.evaluation.search.rerank import check_shortlist
-from dmlbench.evaluation.search.unit_vectors import check_back_end
+from dmlbench.identity import is_untrained
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
 from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, nodes
@@ -58,7 +58,7 @@ def check_values(cfg: DictConfig) -> None:
     plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
     with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
     with_classes = with_classes and not declared(plain, "compares_images")
-    for key in (key for key in cfg.sampler if key in _BATCH_SIZES):
+    for key in (key for key in cfg.sampler if key in _BATCH_SIZES and not is_untrained(cfg)):
         if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
                 f"sampler.{key}: got {value}, expected at least 2, because {cfg.loss._target_} compares images with "
@@ -89,9 +89,9 @@ def check_values(cfg: DictConfig) -> None:
             f"transform.eval.crop: got {crops[1]}, expected {crops[0]} as in transform.train.crop, because "
             f"{cfg.pooling._target_} needs one size of the map. Set both to the same."
         )
-    check_back_end(cfg.evaluation.back_end)
-    scores = component(cfg.evaluation).scores
-    known_scores = [score.name for score in scores if score.metric.better is not None]
+    spec = component(cfg.evaluation)
+    check_libraries(spec)
+    known_scores = [score.name for score in spec.scores if score.metric.better is not None]
     if cfg.fit.monitor not in known_scores:
         raise ConfigError(
             f"fit.monitor: got {cfg.fit.monitor}, expected a score with a direction from evaluation.metrics and "
@@ -104,7 +104,7 @@ def check_values(cfg: DictConfig) -> None:
             f"schedule: got {cfg.schedule._target_}, which needs the number of steps, but protocol={protocol.name} "
             "still has to find it. Set schedule=plateau or schedule=null."
         )
-    if container["fit"]["max_steps"] != 0:
+    if not is_untrained(cfg):
         check_periods(container["schedule"], "schedule")
     for group in ("loss", "miner"):
         for path, node in nodes(container[group], group):

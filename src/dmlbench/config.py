@@ -151,7 +151,7 @@ class RuntimeConfig:
     num_features: int = MISSING  # of the side output "features": channels of what the pooling works on
     map_size: Any = MISSING  # height and width of that map; set where the pooling asks for it
     embedding_size: int = MISSING
-    steps_per_epoch: int = MISSING  # batches of the sampler's epoch; ``${epochs:3}`` is three times that
+    steps_per_epoch: int = MISSING  # batches of the sampler's epoch (untrained: 1); ``${epochs:3}`` is three times that
     # of the recipe: its name and side, the sources of its values, and which of them something replaced
     recipe: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)

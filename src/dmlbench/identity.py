@@ -50,13 +50,18 @@ _KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "k
 _WEIGHTS = "weights_file"
 
 
+def is_untrained(cfg: DictConfig) -> bool:
+    """Whether a run takes no step. Not resolved: the length of an epoch is not known before the data are."""
+    fit: Any = OmegaConf.to_container(cfg.fit, resolve=False)
+    return fit.get("max_steps") == 0
+
+
 def config_id(cfg: DictConfig) -> str:
     """Name of a config: the chosen backbone, pooling and loss, and the config hash."""
     choices = cfg.runtime.choices
     pooling = "pooling" if cfg.pooling is not None else "head"  # that pools by itself
     words = [choices.get(group, group) for group in ("backbone", pooling, "loss")]
-    # Not resolved: a number of epochs is not known before the data are.
-    if OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps") == 0:  # type: ignore[union-attr]
+    if is_untrained(cfg):
         words.append("untrained")
     if cfg.get("rerank") is not None:
         words.append(choices.get("rerank", "rerank"))

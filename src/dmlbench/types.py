@@ -268,6 +268,7 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, pr
     swapped = {f"{name[:i]}{name[i + 1]}{name[i]}{name[i + 2 :]}" for i in range(len(name) - 1)}
     lower = {each.lower(): each for each in known}
     near = [each for each in known if each in swapped]
+    # At 0.5, "foo" is near "oodml".
     near = near or [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.55)]
     near = near or sorted((each for each in known if len(name) > 2 and name.lower() in each.lower()), key=len)  # "snr"
     if near and len(known) > _NAMES_IN_ERRORS:

@@ -382,10 +382,11 @@ def test_what_is_evaluated_names_no_config_unless_it_selects_the_weights() -> No
     assert digest(*by_nmi, "evaluation.shortlist=100") == digest(*by_nmi)
 
 
-def test_a_back_end_that_is_not_installed_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = compose("train", ["evaluation.back_end=faiss"])
+@pytest.mark.parametrize("key", ["back_end", "kmeans_library"])
+def test_faiss_that_is_not_installed_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    cfg = compose("train", [f"evaluation.{key}=faiss", "evaluation.metrics=[map_at_r,nmi]"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="back_end=faiss needs the module faiss"):
+    with pytest.raises(ConfigError, match=f"evaluation.{key}: got faiss, expected the package faiss to be installed"):
         check(cfg)
 
 

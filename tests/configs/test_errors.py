@@ -14,7 +14,7 @@ import pytest
 
 from dmlbench.apps.pictures import save_figure
 from dmlbench.cli.errors import guarded
-from dmlbench.types import RunError
+from dmlbench.types import RunError, closest
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -168,3 +168,8 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -
         save_figure(plt.figure(), tmp_path / "x.png")
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
     assert (tmp_path / "x.png").read_bytes() == b"before"
+
+
+def test_only_likely_names_are_suggested() -> None:
+    assert closest("foo", ["oodml", "train"]) == "choose one of oodml, train."
+    assert closest("trian", ["oodml", "train"]).startswith("did you mean 'train'?")

@@ -53,15 +53,15 @@ def test_two_sweeps_share_a_grid_and_each_skips_the_runs_that_the_other_has(tmp_
     assert [(run.path / RESULT).exists() for run in runs] == [False, True]
 
 
-# Stands in for SLURM: starts the jobs of an array on this machine, and knows nothing of their states.
-SLURM = {
+# Fake commands of SLURM: sbatch starts the jobs of an array on this machine; sacct reports no state.
+FAKE_SLURM = {
     "sbatch": """
         last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
         cp "$1" submitted.sh
         export SLURM_ARRAY_JOB_ID=7 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 \\
                SLURM_LOCALID=0 SLURM_JOB_NODELIST=localhost
         for ((i = 0; i <= last; i++)); do
-            SLURM_JOB_ID=$((7 + i)) SLURM_ARRAY_TASK_ID=$i bash "$1" > /dev/null 2>&1 &
+            SLURM_JOB_ID=$((7 + i)) SLURM_ARRAY_TASK_ID=$i timeout 200 bash "$1" > job_$i.log 2>&1 &
         done
         echo "Submitted batch job 7"
     """,
@@ -76,7 +76,7 @@ SLURM = {
 @pytest.mark.slow
 def test_a_sweep_on_slurm_submits_an_array_and_waits_for_its_runs(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="extra sweeps")
-    for name, script in SLURM.items():
+    for name, script in FAKE_SLURM.items():
         place = tmp_path / "bin" / name
         place.parent.mkdir(exist_ok=True)
         place.write_text(f"#!/bin/bash\n{textwrap.dedent(script)}")
@@ -85,7 +85,7 @@ def test_a_sweep_on_slurm_submits_an_array_and_waits_for_its_runs(tmp_path: Path
     launcher = ("hydra/launcher=submitit_slurm", *(f"hydra.launcher.{each}" for each in resources))
     process = start(tmp_path, *GRID, *launcher, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     code, _, error = process.wait(timeout=240)
-    assert code == 0, error
+    assert code == 0, error + "".join(log.read_text() for log in tmp_path.glob("job_*.log"))
     options = set(re.findall("^#SBATCH --(.*)$", (tmp_path / "submitted.sh").read_text(), flags=re.MULTILINE))
     assert options >= {"array=0-1%2", "partition=gpu", "gpus-per-node=1", "cpus-per-task=8", "mem=32GB", "time=720"}
     assert [run.state for run in find_runs(tmp_path / "out")] == ["done"] * 2

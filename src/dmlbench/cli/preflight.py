@@ -206,16 +206,16 @@ def check_runs(
     inputs = load_inputs([] if is_elsewhere else configs.values())
     if table is not None and table.has_scores:
         _print_comparability(table, configs, settings or {}, inputs.notes, reasons)
-    times, wrong = measured_times(plan), dict(inputs.missing)
+    times, errors = measured_times(plan), dict(inputs.missing)
     if not is_elsewhere:
-        wrong |= _time_others(times, to_do, names, inputs.kinds)
+        errors |= _add_estimates(times, to_do, names, inputs.kinds)
     print_time(to_do, times, names)
     if is_elsewhere:
         print("data, weights and time were not checked: the launcher uses other machines")
     problems = {failure: list[str]() for failure in failures}
-    for sha256, error in wrong.items():
+    for sha256, error in errors.items():
         problems.setdefault(str(error), []).append(names.get(configs[sha256].overrides) or configs[sha256].name)
-    count = sum(run.config.sha256 in wrong for run in to_do)
+    count = sum(run.config.sha256 in errors for run in to_do)
     try:
         require_writable(output_dir)
     except ConfigError as error:
@@ -244,12 +244,12 @@ def _print_comparability(
     print("".join(f"will not be comparable with the paper: {line}\n" for line in lines), end="")
 
 
-def _time_others(
+def _add_estimates(
     times: dict[str, RunTime], to_do: Sequence[Run], names: Mapping[Overrides, str], missing: Mapping[str, str]
 ) -> dict[str, DmlbenchError]:
-    """Add the times of further configs: of the first config of each kind that can start. Returns why others cannot."""
+    """Add to ``times``: time one config of each kind. Returns the errors of configs that cannot start."""
     of_kind: dict[tuple[str, ...], RunTime] = {}
-    wrong: dict[str, DmlbenchError] = {}
+    errors: dict[str, DmlbenchError] = {}
     for run in to_do:
         config, kind = run.config, kind_of(run.config)
         if config.sha256 in times:
@@ -257,17 +257,17 @@ def _time_others(
         if config.sha256 in missing:
             times[config.sha256] = RunTime(None, f"{missing[config.sha256]} missing")
             continue
-        if kind not in of_kind and len(of_kind) == _MOST_TIMED:
+        if kind not in of_kind and len(of_kind) + len(errors) == _MOST_TIMED:
             times[config.sha256] = RunTime(None, f"a dry run times at most {_MOST_TIMED} configs")
             continue
         if kind not in of_kind:
-            found = _timed(run, names.get(config.overrides) or config.name)
-            if isinstance(found, DmlbenchError):
-                wrong[config.sha256], times[config.sha256] = found, RunTime(None, "it cannot start")
+            estimate = _timed(run, names.get(config.overrides) or config.name)
+            if isinstance(estimate, DmlbenchError):
+                errors[config.sha256], times[config.sha256] = estimate, RunTime(None, "it cannot start")
                 continue
-            of_kind[kind] = found
+            of_kind[kind] = estimate
         times[config.sha256] = of_kind[kind]
-    return wrong
+    return errors
 
 
 def _timed(run: Run, name: str) -> RunTime | DmlbenchError:
@@ -282,7 +282,11 @@ def _timed(run: Run, name: str) -> RunTime | DmlbenchError:
     set_strict_float32()
     caching = CachingTime()
     try:
-        experiment = make_experiment(cfg, run.path, select_device(cfg.device), complete=caching)
+        device = select_device(cfg.device)
+    except DmlbenchError as error:  # it may be there when the runs start
+        return RunTime(None, str(error))
+    try:
+        experiment = make_experiment(cfg, run.path, device, complete=caching)
     except DmlbenchError as error:
         return error
     try:

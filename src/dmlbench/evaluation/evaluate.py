@@ -1,5 +1,6 @@
 """Compute every metric of a set of embeddings; tables of scores by query and class, and the queries with the lowest."""
 
+import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dmlbench.evaluation.search.pairwise import PairwiseSearch, ranks_like_unit_
 from dmlbench.evaluation.search.rerank import Reranker, check_shortlist, nearest, rank_shortlists, rerank_nearest
 from dmlbench.evaluation.search.unit_vectors import TILE_BYTES
 from dmlbench.evaluation.spec import EvaluationSpec  # saved configurations name it as this module's
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, closest
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, RunError, closest, how_to_install
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -81,6 +82,7 @@ def evaluate(
         progress: show a bar; only with a ``distance``.
     """
     spec = spec or EvaluationSpec()
+    check_libraries(spec)
     reference = queries if gallery is None else gallery
     relevance = relevance_of(queries, reference, spec.scores)
     own = None if distance is None or ranks_like_unit_vectors(distance) else distance
@@ -100,7 +102,7 @@ def evaluate(
     if relevance.n_skipped_queries:
         skipped = relevance.n_skipped_queries
         logger.info("%d of %d queries have no positive in the gallery and are skipped", skipped, len(queries))
-    clustered = any(score.metric.reads == "clusters" for score in spec.scores)
+    clustered = reads_clusters(spec)
     on_gpu = spec.back_end == "faiss" and spec.device_for(queries.rows).type == "cuda"
     means = mean_scores(per_query)
     if len(names) < len(spec.scores):
@@ -148,6 +150,21 @@ def evaluate_arrays(
     elif any(part is not None for part in (gallery_rows, gallery_labels, gallery_ids)):
         raise RunError("a gallery needs rows and labels. Give both gallery_rows and gallery_labels.")
     return evaluate(*sets_of_arrays((rows, labels, ids), gallery), spec)
+
+
+def reads_clusters(spec: EvaluationSpec) -> bool:
+    return any(score.metric.reads == "clusters" for score in spec.scores)
+
+
+def check_libraries(spec: EvaluationSpec) -> None:
+    """Raises ConfigError if faiss is requested and not installed."""
+    used = {"back_end": spec.back_end, **({"kmeans_library": spec.kmeans_library} if reads_clusters(spec) else {})}
+    for key, library in used.items():
+        if library == "faiss" and importlib.util.find_spec("faiss") is None:
+            raise ConfigError(
+                f"evaluation.{key}: got faiss, expected the package faiss to be installed. "
+                f"{how_to_install('faiss-cpu')} Or set evaluation.{key}=auto."
+            )
 
 
 def check_distance_supports(spec: EvaluationSpec, distance: "BaseDistance") -> None:

@@ -7,7 +7,6 @@ twice its proven rounding error; only nearer pairs are computed exactly.
 Letters: Q queries, N gallery items, D dimensions, M pairs, k items wanted, T queries and W gallery items of a tile.
 """
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from dmlbench.evaluation.search.candidates import PADDING, FloatRows, Found, Keys, Tile, floor_below, pack
 from dmlbench.evaluation.search.scan import BYTES_PER_CANDIDATE, BYTES_PER_WAITING, ScanPlan, Search, moved_to
-from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice, how_to_install
+from dmlbench.types import ConfigError, EmbeddingSet, IntArray, check_choice
 
 BackEnd = Literal["auto", "torch", "faiss"]
 
@@ -211,16 +210,6 @@ def check_tile_bytes(tile_bytes: int) -> None:
         raise ConfigError(f"tile_bytes: got {tile_bytes}, expected at least {MIN_TILE_BYTES} (default: {TILE_BYTES}).")
 
 
-def check_back_end(back_end: str) -> None:
-    """Raise ConfigError for an unknown back end, and for faiss where it is not installed."""
-    check_choice("back_end", back_end, get_args(BackEnd))
-    if back_end == "faiss" and importlib.util.find_spec("faiss") is None:
-        raise ConfigError(
-            f"back_end=faiss needs the module faiss. {how_to_install('faiss-cpu')} "
-            "Or set back_end=auto, which gives the same numbers without it."
-        )
-
-
 class UnitSearch(Search):
     """Unit rows of queries and gallery.
 
@@ -243,7 +232,7 @@ class UnitSearch(Search):
         device: torch.device | None = None,
     ) -> None:
         check_tile_bytes(tile_bytes)
-        check_back_end(back_end)
+        check_choice("back_end", back_end, get_args(BackEnd))
         reference = queries if gallery is None else gallery
         super().__init__(queries, reference, device or queries.rows.device, tile_bytes)
         self.gallery = self._held(reference.rows, tile_bytes)
