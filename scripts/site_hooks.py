@@ -4,6 +4,7 @@ Links between these and the pages hold in the repository and, rewritten, on the 
 pages' tables.
 """
 
+import functools
 import json
 import posixpath
 import re
@@ -39,7 +40,6 @@ SEARCH_WORDS = {
     "tutorials/own_loss_or_pooling.md": ["custom loss", "custom pooling"],
 }
 _titles: dict[str, str] = {}  # of pages, in the navigation
-_tables: Counter[str] = Counter()  # how many published tables have a title
 _of_rows: list[dict[str, Any]] = []  # what searches find besides pages and sections
 
 
@@ -73,8 +73,11 @@ def _of_folder(folder: str) -> dict[str, list[str]]:
     return {title: [f"published/{place}" for place in places]}
 
 
-def _first_line(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0]
+@functools.cache
+def _published_titles() -> Counter[str]:
+    """How many published pages have a title."""
+    pages = (ROOT / PUBLISHED).rglob("*.md")
+    return Counter(page.read_text(encoding="utf-8").partition("\n")[0] for page in pages)
 
 
 def _part_of(source: str) -> str:
@@ -88,7 +91,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Published results, CONTRIBUTING.md and CHANGELOG.md, as if they were in docs/."""
     places = {f"published/{path.relative_to(ROOT / PUBLISHED)}": path
               for path in sorted((ROOT / PUBLISHED).rglob("*")) if path.is_file()}  # fmt: skip
-    _tables.update(_first_line(path) for path in places.values() if path.suffix == ".md")
     places |= {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
     for place, path in places.items():
         kind = InclusionLevel.NOT_IN_NAV if place.startswith("published/") else InclusionLevel.UNDEFINED
@@ -117,7 +119,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         is_text = posixpath.basename(source) in ("README.md", FINDINGS)
         page.meta["search"] = {"boost": 0.2} if is_text else {"exclude": True}
         if not is_text:  # a table, whose title is a heading of a lower level
-            of = f" ({_part_of(source)})" if _tables[_first_line(ROOT / "outputs" / source)] > 1 else ""
+            of = f" ({_part_of(source)})" if _published_titles()[markdown.partition("\n")[0]] > 1 else ""
             results = posixpath.relpath("/".join([*source.split("/")[:2], "README.md"]), posixpath.dirname(source))
             part = f"*Part of [these results]({results}).*"
             markdown = re.sub("^#+ (.*)$", rf"# \1{of}\n\n{part}", markdown, count=1, flags=re.MULTILINE)

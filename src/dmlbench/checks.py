@@ -58,7 +58,8 @@ def check_values(cfg: DictConfig) -> None:
     plain = cfg.loss.get("loss") or cfg.loss  # what mixtures are added to
     with_classes = {"num_classes", "embedding_size"} <= plain.keys() or declared(plain, "has_proxies")
     with_classes = with_classes and not declared(plain, "compares_images")
-    for key in (key for key in cfg.sampler if key in _BATCH_SIZES and not is_untrained(cfg)):
+    is_trained = not is_untrained(cfg)
+    for key in (key for key in cfg.sampler if key in _BATCH_SIZES and is_trained):
         if (value := cfg.sampler[key]) < 2 and not with_classes:
             raise ConfigError(
                 f"sampler.{key}: got {value}, expected at least 2, because {cfg.loss._target_} compares images with "
@@ -104,7 +105,7 @@ def check_values(cfg: DictConfig) -> None:
             f"schedule: got {cfg.schedule._target_}, which needs the number of steps, but protocol={protocol.name} "
             "still has to find it. Set schedule=plateau or schedule=null."
         )
-    if not is_untrained(cfg):
+    if is_trained:
         check_periods(container["schedule"], "schedule")
     for group in ("loss", "miner"):
         for path, node in nodes(container[group], group):

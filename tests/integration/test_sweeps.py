@@ -145,6 +145,8 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     assert "1 of 1 runs cannot start: " in error and "nowhere" in error and "weights file 'gone.pth' does not " in error
     error = command("train", *TINY, "protocol=conventional", "feature_cache=maps", "--dry-run", code=1)
     assert "1 of 1 runs cannot start: " in error and "backbone.frozen_until" in error
+    without_device = command("train", *TINY, "protocol=conventional", "device=cuda:99", "--dry-run")
+    assert "1 run, time unknown: device: got " in without_device  # it may be there when the run starts
     error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=1)
     reason = "fold: got 9, expected 0 to 3, the folds of the protocol."
     assert error.splitlines()[-1] == f"dmlbench: error: 1 config cannot be run: {reason}"
