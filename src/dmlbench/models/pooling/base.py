@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dmlbench.models.projection import Projection
-from dmlbench.types import ConfigError, ModelOutput
+from dmlbench.types import ConfigError, ModelOutput, check_positive
 
 Variant = Literal["official", "paper"]
 Pooled = ModelOutput
@@ -92,6 +92,19 @@ def check_width(features: Tensor, expected: int) -> None:
             f"pooling: got {features.shape[1]} channels, expected {expected}. Set the pooling's num_channels to the "
             "last map's channels, and its embedding_size (or feature_size, width) to the projection's output size."
         )
+
+
+def width_of_parts(parts: int, feature_size: int | None, embedding_size: int | None) -> int:
+    """Dimensions of each of an embedding's equal parts: ``feature_size``, or a share of ``embedding_size`` if None."""
+    if feature_size is None:
+        if not embedding_size or embedding_size % parts:
+            raise ConfigError(
+                f"feature_size: got null, for which head.out_features must be a multiple of {parts}, but it is "
+                f"{embedding_size}. Set one of them."
+            )
+        feature_size = embedding_size // parts
+    check_positive(feature_size=feature_size)
+    return feature_size
 
 
 def project_pixels(x: Tensor, project: Projection, width: int) -> Tensor:

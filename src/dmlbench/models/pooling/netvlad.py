@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmlbench.models.pooling.base import Pooled, Pooling, Variant, project_pixels
+from dmlbench.models.pooling.base import Pooled, Pooling, Variant, project_pixels, width_of_parts
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.projection import Projection
 from dmlbench.types import check_positive
@@ -21,18 +21,26 @@ class NetVlad(Pooling):
         a_jk = softmax_k(w_k' f_j + b_k)        v_k = unit(sum_j a_jk (f_j - c_k))
 
     The variant ``paper`` divides the whole by its norm, sqrt(K); ``official``, the code of the GSP study, does not.
-    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0. Whatever the head's
-    ``out_features``, the projection has d dimensions and the embedding K d.
+    Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0. The projection has d
+    dimensions, and the embedding K d. If ``feature_size`` is None, d is ``embedding_size`` / K.
 
     Source: Arandjelovic et al., NetVLAD, CVPR 2016, equation 4 and figure 2; GSP supplement 1.3 for the sizes.
     """
 
-    def __init__(self, *, num_centers: int = 8, feature_size: int = 16, variant: Variant = "official") -> None:
+    def __init__(
+        self,
+        embedding_size: int | None = None,
+        *,
+        num_centers: int = 8,
+        feature_size: int | None = 16,
+        variant: Variant = "official",
+    ) -> None:
         super().__init__()
-        check_positive(num_centers=num_centers, feature_size=feature_size)
+        check_positive(num_centers=num_centers)
+        width = width_of_parts(num_centers, feature_size, embedding_size)
         self.variant = variant
-        self.centers = nn.Parameter(torch.empty(num_centers, feature_size))
-        self.assignment_weight = nn.Parameter(torch.empty(num_centers, feature_size))
+        self.centers = nn.Parameter(torch.empty(num_centers, width))
+        self.assignment_weight = nn.Parameter(torch.empty(num_centers, width))
         self.assignment_bias = nn.Parameter(torch.zeros(num_centers))
         nn.init.xavier_uniform_(self.centers)
         nn.init.xavier_uniform_(self.assignment_weight)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmlbench.models.pooling.base import Pooled, project_pixels
+from dmlbench.models.pooling.base import Pooled, project_pixels, width_of_parts
 from dmlbench.models.pooling.global_pooling import uniform_shares
 from dmlbench.models.pooling.gsp import PrototypePooling
 from dmlbench.models.projection import Projection
@@ -35,7 +35,8 @@ class Otp(PrototypePooling):
 
     pi moves all the mass of the pixels to the prototypes, in equal shares, at the cost of GSP (``prototype_cost``).
     Until the prototypes have started (see ``PrototypePooling``) the embedding is the average of the pixels followed by
-    zeros. Whatever the head's ``out_features``, the projection has d dimensions and the embedding m d.
+    zeros. The projection has d dimensions, and the embedding m d. If ``feature_size`` is None, d is
+    ``embedding_size`` / m.
 
     Source: Mialon et al., A Trainable Optimal Transport Embedding for Feature Aggregation, ICLR 2021, in the form of
     GSP's appendix B.1; smoothing, iterations and start as in yetigurbuz/generalized-sum-pooling.
@@ -43,17 +44,19 @@ class Otp(PrototypePooling):
 
     def __init__(
         self,
+        embedding_size: int | None = None,
         *,
         num_prototypes: int = 8,
-        feature_size: int = 16,
+        feature_size: int | None = 16,
         smoothing: float = 2.0,
         iterations: int = 10,
         memory_rows: int = 1024,
         start_step: int = 0,
     ) -> None:
-        check_positive(num_prototypes=num_prototypes, feature_size=feature_size, smoothing=smoothing)
+        check_positive(num_prototypes=num_prototypes, smoothing=smoothing)
         check_at_least(1, iterations=iterations)
-        super().__init__(feature_size, num_prototypes, memory_rows=memory_rows, start_step=start_step)
+        width = width_of_parts(num_prototypes, feature_size, embedding_size)
+        super().__init__(width, num_prototypes, memory_rows=memory_rows, start_step=start_step)
         self.smoothing = smoothing
         self.iterations = iterations
 
