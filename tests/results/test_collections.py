@@ -15,6 +15,7 @@ from dmlbench.evaluation.collections.concatenated import concatenated_scores
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS, query_scores, scores_of
 from dmlbench.evaluation.search import scan
+from dmlbench.evaluation.search.pairwise import search_by
 from dmlbench.evaluation.search.unit_vectors import MIN_TILE_BYTES, exact_similarities, hold_unit_rows, unit_rows
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.collections import (
@@ -171,6 +172,26 @@ def test_concatenated_equals_evaluation_of_the_concatenated_rows(
         expected = evaluate(queries, gallery, spec)
         for name, values in expected.per_query.items():
             np.testing.assert_array_equal(evaluation.per_query[name], values, err_msg=f"{choice} {name}")
+
+
+@pytest.mark.parametrize("with_gallery", [False, True])
+def test_copies_within_a_fold_are_ranked_once(with_gallery: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = [ties((3, 2), 40, classes=6, gallery=gallery) for gallery in (False, True)[: 1 + with_gallery]]
+    for side in sides:
+        side[0][2] = EmbeddingSet(side[0][0].rows.clone(), side[0][0].labels, side[0][0].ids)
+    ranked = []
+    monkeypatch.setattr(concatenated, "search_by", lambda *args, **kw: ranked.append(1) or search_by(*args, **kw))
+    joint, own = concatenated_scores(*sides, spec=EvaluationSpec((1, 3)), own=True)
+    assert (len(ranked), len(joint), list(map(len, own))) == (4, 6, [3, 2])
+    for choice, found in joint.items():
+        expected = evaluate_sum(sides[0], sides[1] if with_gallery else None, choice, EvaluationSpec((1, 3)))
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found.per_query[name], values, err_msg=f"{choice} {name}")
+    assert own[0][2] is own[0][0] and own[1][0].scores != own[1][1].scores
+    if with_gallery:  # the same queries, another gallery
+        sides[1][0][2] = sides[1][0][1]
+        concatenated_scores(*sides, spec=EvaluationSpec((1, 3)))
+        assert len(ranked) == 4 + 5
 
 
 def test_tiles_and_threads_cannot_change_a_score(ranked_by: str) -> None:

@@ -86,30 +86,55 @@ def concatenated_scores(
     scored = of_queries(spec.scores)
     relevance = relevance_of(queries, reference, scored)
     names = score_names(scored)
+    kept, number = _distinct(members, galleries, distances)
     choices = list(itertools.product(*(range(len(fold)) for fold in members)))
-    first = list(itertools.accumulate(map(len, members), initial=0))
-    rankings = [np.array(choices) + first[:-1], *(np.array([[model]]) for model in range(first[-1]) if own)]
+    wanted = [[number[model] for model in enumerate(choice)] for choice in choices]
+    sums, place = np.unique(wanted, axis=0, return_inverse=True)  # in the order of the choices
+    rankings = [sums, *(np.array([[model]]) for model in range(len(kept)) if own)]
     scores = np.full((sum(map(len, rankings)), len(names), len(queries)), np.nan)
     # of its share, a model may hold a quarter in unit rows: all together half of the memory
-    share = max(2 * spec.tile_bytes // first[-1], MIN_TILE_BYTES)
+    share = max(2 * spec.tile_bytes // len(kept), MIN_TILE_BYTES)
     models: list[Search] = [
         search_by(
             None if distances is None else distances[fold][repeat],
-            rows,
+            members[fold][repeat],
             None if galleries is None else galleries[fold][repeat],
             tile_bytes=share,
             device=spec.device_for(queries.rows),
         )
-        for fold, repeats in enumerate(members)
-        for repeat, rows in enumerate(repeats)
+        for fold, repeat in kept
     ]
     _score(models, rankings, relevance, scores, spec, progress=progress)
     found = []
     for one in scores:
         values = dict(zip(names, one, strict=True))
         found.append(Evaluation(mean_scores(values), values, len(queries), len(reference), relevance.n_skipped_queries))
-    joint, alone = dict(zip(choices, found, strict=False)), found[len(choices) :]
-    return joint, [alone[start:stop] for start, stop in itertools.pairwise(first) if own]
+    joint = {choice: found[at] for choice, at in zip(choices, place.ravel().tolist(), strict=True)}
+    alone = [[found[len(sums) + number[f, r]] for r in range(len(fold))] for f, fold in enumerate(members) if own]
+    return joint, alone
+
+
+def _distinct(
+    members: ModelEmbeddings, galleries: ModelEmbeddings | None, distances: ModelDistances | None
+) -> tuple[list[tuple[int, int]], dict[tuple[int, int], int]]:
+    """Models (fold, repeat) without copies within a fold, as repeats without training are, and each model's place."""
+    sides = [side for side in (members, galleries) if side is not None]
+
+    def are_equal(fold: int, one: int, other: int) -> bool:
+        return one == other or (
+            (distances is None or distances[fold][one] is distances[fold][other])
+            and all(torch.equal(side[fold][one].rows, side[fold][other].rows) for side in sides)
+        )
+
+    kept: list[tuple[int, int]] = []
+    number = {}
+    for fold, repeats in enumerate(members):
+        for repeat in range(len(repeats)):
+            first = next(one for one in range(repeat + 1) if are_equal(fold, one, repeat))
+            if first == repeat:
+                kept.append((fold, repeat))
+            number[fold, repeat] = kept.index((fold, first))
+    return kept, number
 
 
 def _score(
