@@ -6,7 +6,7 @@ from dmlbench.evaluation.evaluate import Evaluation
 from dmlbench.runner import warn_at_chance
 
 
-@pytest.mark.parametrize(("steps", "remedy"), [(0, "Train, or check"), (100, "Look for a setting")])
+@pytest.mark.parametrize(("steps", "remedy"), [(0, "Check the backbone"), (100, "Look for a setting")])
 @pytest.mark.parametrize(("score", "warns"), [(0.001, True), (0.013, True), (0.015, False)])
 def test_a_test_score_that_is_not_above_chance_is_warned_of(
     caplog, score: float, warns: bool, steps: int, remedy: str

@@ -274,7 +274,8 @@ def _run(
     if data.split.test is not None:
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
-        warn_at_chance(test, steps=progress.step)
+        if progress.step or not random:  # random initial weights were announced above
+            warn_at_chance(test, steps=progress.step)
         save_test(run_dir, data.table, queries, gallery, test)
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
@@ -310,7 +311,7 @@ def warn_at_chance(test: Evaluation, *, steps: int) -> None:
     mean, std = test.p_at_1_by_chance
     score = test.scores.get("p_at_1")
     if score is not None and score <= mean + 2 * std:
-        remedy = "Train, or check the backbone's weights and the images."
+        remedy = "Check the backbone's weights and the images."
         if steps:
             remedy = "Look for a setting (optim.lr, fit.max_steps) whose validation score rises."
         log.warning(
