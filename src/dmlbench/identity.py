@@ -43,6 +43,8 @@ _ADDED = {
     "transform.train.augment": None, "tuning": None,
 }  # fmt: skip
 
+_SIZED_BY_PARTS = ("dmlbench.models.pooling.netvlad.NetVlad", "dmlbench.models.pooling.otp.Otp")
+
 # Scores are computed from stored embeddings on demand, so only settings that select the weights count.
 _OF_CLUSTERS = ("nmi", "ami", "raw_nmi")
 _KMEANS = ("kmeans_seed", "kmeans_library", "kmeans_init", "kmeans_restarts", "kmeans_max_steps")
@@ -237,6 +239,9 @@ def _identity(container: dict[str, Any], excluded: tuple[str, ...]) -> dict[str,
     for key in excluded:
         parent, last = _parent_of(container, key)
         parent.pop(last, None)
+    pooling = container.get("pooling") or {}
+    if pooling.get("_target_") in _SIZED_BY_PARTS and pooling.get("feature_size") is not None:
+        pooling.pop("embedding_size", None)  # added later; it is not used then
     table = (container.get("dataset") or {}).get("table") or {}
     for key, value in table.items():
         if isinstance(value, str) and os.path.isabs(value):

@@ -274,8 +274,7 @@ def _run(
     if data.split.test is not None:
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
-        if progress.step or not random:  # random initial weights were announced above
-            warn_at_chance(test, steps=progress.step)
+        warn_at_chance(test, steps=progress.step, random=random)
         save_test(run_dir, data.table, queries, gallery, test)
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
@@ -306,8 +305,13 @@ def _run(
              "test" if test else "validation", summary)  # fmt: skip
 
 
-def warn_at_chance(test: Evaluation, *, steps: int) -> None:
-    """Warn of a test P@1 within two standard deviations of random rankings, or below, after ``steps`` of training."""
+def warn_at_chance(test: Evaluation, *, steps: int, random: bool) -> None:
+    """Warn of a test P@1 within two standard deviations of random rankings, or below, after ``steps`` of training.
+
+    Without training, no warning is given for ``random`` initial weights, which a run announces.
+    """
+    if random and not steps:
+        return
     mean, std = test.p_at_1_by_chance
     score = test.scores.get("p_at_1")
     if score is not None and score <= mean + 2 * std:

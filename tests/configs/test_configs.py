@@ -250,6 +250,12 @@ def test_keys_added_later_count_where_they_differ() -> None:
         del before.loss["simix"]
     simix.loss.simix = True
     assert config_sha256(plain) == config_sha256(before) != config_sha256(simix)
+    for pooling in ("netvlad", "otp"):
+        sized, before, by_head = (composed(f"pooling={pooling}") for _ in range(3))
+        with open_dict(before):
+            del before.pooling["embedding_size"]
+        by_head.pooling.feature_size = None
+        assert config_sha256(sized) == config_sha256(before) != config_sha256(by_head)
     old, averaged = (OmegaConf.to_container(with_values(f"fit.ema={ema}")) for ema in ("null", 0.9))
     del old["fit"]["ema"]
     assert [config_settings(each)["fit.ema"] for each in (old, averaged)] == [None, 0.9]  # tables tell them apart

@@ -170,8 +170,8 @@ X = torch.rand(1, 3, 2, 2)
         (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), "transport_ratio: got 1.0, expected below 1"),
         (lambda: NetVlad(num_centers=0), "num_centers: got 0"),
         (lambda: NetVlad(feature_size=0), "feature_size: got 0"),
-        (lambda: NetVlad(feature_size=None), "feature_size: got null.* a multiple of 8, but it is None"),
-        (lambda: Otp(30, feature_size=None), "feature_size: got null.* a multiple of 8, but it is 30"),
+        (lambda: NetVlad(feature_size=None), "head.out_features: got None, expected a multiple of 8"),
+        (lambda: Otp(feature_size=None, embedding_size=30), "head.out_features: got 30, expected a multiple of 8"),
         (lambda: Otp(smoothing=0.0), "smoothing: got 0.0"),
         (lambda: AttentionPool(10, num_heads=4), r"num_heads: got 4.*\(10\)"),
         (lambda: AttentionPool(8, num_queries=4, merge="concatenate").input_width(6), "num_queries: got 4.* 6."),
@@ -187,7 +187,7 @@ def test_arguments_outside_their_range_are_rejected(build: Callable[[], object],
 
 @pytest.mark.parametrize("build", [partial(NetVlad, num_centers=3), partial(Otp, num_prototypes=3)])
 def test_without_a_feature_size_embeddings_have_the_size_of_the_head(build: Callable[..., Pooling]) -> None:
-    pooling = build(12, feature_size=None)
+    pooling = build(feature_size=None, embedding_size=12)
     width = pooling.input_width(12)
     assert (width, pooling.output_width(width)) == (4, 12)
     assert pooling(torch.rand(2, 5, 3, 4), Projection(5, width)).embedding.shape == (2, 12)

@@ -42,7 +42,7 @@ class Dimension:
     def described(self) -> str:
         """The values, for messages."""
         if self.low is None or self.high is None:
-            return ", ".join(str(choice) for choice in self.choices)
+            return ", ".join(map(_as_yaml, self.choices))
         step = f" in steps of {self.step:g}" if self.step else ""
         return f"{self.low:g} to {self.high:g}{step}{' (log)' if self.log else ''}"
 
@@ -71,7 +71,11 @@ class Dimension:
 
 def override(key: str, value: Value) -> str:
     """``key=value`` for the command line."""
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    return f"{key}={_as_yaml(value)}"
+
+
+def _as_yaml(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def make_space(node: Mapping[str, Any], chosen: Mapping[str, str | None]) -> tuple[Dimension, ...]:
@@ -141,7 +145,7 @@ class _Entry(Schema):
     log: bool = False
     step: float | None = Field(None, gt=0)
     integer: bool = False
-    choices: list[Value] | None = Field(None, min_length=2)
+    choices: list[Value] | None = Field(None, min_length=1)
     when: dict[str, Any] | None = None
 
 

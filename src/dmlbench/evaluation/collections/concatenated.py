@@ -86,14 +86,14 @@ def concatenated_scores(
     scored = of_queries(spec.scores)
     relevance = relevance_of(queries, reference, scored)
     names = score_names(scored)
-    kept, number = _distinct(members, galleries, distances)
+    distinct, number = _distinct_models(members, galleries, distances)
     choices = list(itertools.product(*(range(len(fold)) for fold in members)))
-    wanted = [[number[model] for model in enumerate(choice)] for choice in choices]
-    sums, place = np.unique(wanted, axis=0, return_inverse=True)  # in the order of the choices
-    rankings = [sums, *(np.array([[model]]) for model in range(len(kept)) if own)]
+    models_of_choices = [[number[model] for model in enumerate(choice)] for choice in choices]
+    sums, place = np.unique(models_of_choices, axis=0, return_inverse=True)  # in the order of the choices
+    rankings = [sums, *(np.array([[model]]) for model in range(len(distinct)) if own)]
     scores = np.full((sum(map(len, rankings)), len(names), len(queries)), np.nan)
     # of its share, a model may hold a quarter in unit rows: all together half of the memory
-    share = max(2 * spec.tile_bytes // len(kept), MIN_TILE_BYTES)
+    share = max(2 * spec.tile_bytes // len(distinct), MIN_TILE_BYTES)
     models: list[Search] = [
         search_by(
             None if distances is None else distances[fold][repeat],
@@ -102,7 +102,7 @@ def concatenated_scores(
             tile_bytes=share,
             device=spec.device_for(queries.rows),
         )
-        for fold, repeat in kept
+        for fold, repeat in distinct
     ]
     _score(models, rankings, relevance, scores, spec, progress=progress)
     found = []
@@ -114,27 +114,30 @@ def concatenated_scores(
     return joint, alone
 
 
-def _distinct(
+def _distinct_models(
     members: ModelEmbeddings, galleries: ModelEmbeddings | None, distances: ModelDistances | None
 ) -> tuple[list[tuple[int, int]], dict[tuple[int, int], int]]:
-    """Models (fold, repeat) without copies within a fold, as repeats without training are, and each model's place."""
+    """Models (fold, repeat) without copies within a fold, and the index of each model in this list.
+
+    Repeats without training are copies. Models with a distance of their own count as distinct.
+    """
     sides = [side for side in (members, galleries) if side is not None]
 
     def are_equal(fold: int, one: int, other: int) -> bool:
-        return one == other or (
-            (distances is None or distances[fold][one] is distances[fold][other])
-            and all(torch.equal(side[fold][one].rows, side[fold][other].rows) for side in sides)
-        )
+        if distances is not None and (distances[fold][one], distances[fold][other]) != (None, None):
+            return False
+        pairs = ((side[fold][one].rows, side[fold][other].rows) for side in sides)
+        return all(a.device == b.device and torch.equal(a, b) for a, b in pairs)
 
-    kept: list[tuple[int, int]] = []
+    distinct: list[tuple[int, int]] = []
     number = {}
     for fold, repeats in enumerate(members):
         for repeat in range(len(repeats)):
-            first = next(one for one in range(repeat + 1) if are_equal(fold, one, repeat))
+            first = next((one for one in range(repeat) if are_equal(fold, one, repeat)), repeat)
             if first == repeat:
-                kept.append((fold, repeat))
-            number[fold, repeat] = kept.index((fold, first))
-    return kept, number
+                distinct.append((fold, repeat))
+            number[fold, repeat] = distinct.index((fold, first))
+    return distinct, number
 
 
 def _score(

@@ -22,17 +22,18 @@ class NetVlad(Pooling):
 
     The variant ``paper`` divides the whole by its norm, sqrt(K); ``official``, the code of the GSP study, does not.
     Both start without clustering, unlike the paper: centers and w Glorot uniform, b at 0. The projection has d
-    dimensions, and the embedding K d. If ``feature_size`` is None, d is ``embedding_size`` / K.
+    dimensions, and the embedding K d. If ``feature_size`` is None, d is ``embedding_size`` / K,
+    and otherwise ``embedding_size`` is not used.
 
     Source: Arandjelovic et al., NetVLAD, CVPR 2016, equation 4 and figure 2; GSP supplement 1.3 for the sizes.
     """
 
     def __init__(
         self,
-        embedding_size: int | None = None,
         *,
         num_centers: int = 8,
         feature_size: int | None = 16,
+        embedding_size: int | None = None,
         variant: Variant = "official",
     ) -> None:
         super().__init__()

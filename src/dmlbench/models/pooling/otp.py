@@ -36,7 +36,7 @@ class Otp(PrototypePooling):
     pi moves all the mass of the pixels to the prototypes, in equal shares, at the cost of GSP (``prototype_cost``).
     Until the prototypes have started (see ``PrototypePooling``) the embedding is the average of the pixels followed by
     zeros. The projection has d dimensions, and the embedding m d. If ``feature_size`` is None, d is
-    ``embedding_size`` / m.
+    ``embedding_size`` / m, and otherwise ``embedding_size`` is not used.
 
     Source: Mialon et al., A Trainable Optimal Transport Embedding for Feature Aggregation, ICLR 2021, in the form of
     GSP's appendix B.1; smoothing, iterations and start as in yetigurbuz/generalized-sum-pooling.
@@ -44,10 +44,10 @@ class Otp(PrototypePooling):
 
     def __init__(
         self,
-        embedding_size: int | None = None,
         *,
         num_prototypes: int = 8,
         feature_size: int | None = 16,
+        embedding_size: int | None = None,
         smoothing: float = 2.0,
         iterations: int = 10,
         memory_rows: int = 1024,
