@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dmlbench.types import flatten
+
 Stored = Mapping[str, Any]
 """The resolved configuration of a run."""
 _SAID = ("optim.lr", "optim.weight_decay", "head.out_features")
@@ -36,8 +38,9 @@ def _shared(parts: Sequence[Callable[[Stored], str]], configs: Sequence[Stored])
 
 def _shared_changes(configs: Sequence[Stored], changed: Sequence[Mapping[str, str]]) -> list[str]:
     keys = [key for key in dict.fromkeys(key for own in changed for key in own) if key not in _SAID]
-    parts = [lambda config, key=key: f"{key}={_at(config, key)}" for key in keys]
-    return _shared(parts, configs)
+    stored = [flatten(dict(config)) for config in configs]
+    in_all = [key for key in keys if all(key in settings for settings in stored)]
+    return _shared([lambda config, key=key: f"{key}={_at(config, key)}" for key in in_all], configs)
 
 
 def _at(config: Stored, key: str) -> Any:
