@@ -193,7 +193,7 @@ def test_copies_within_a_fold_are_ranked_once(with_gallery: bool, monkeypatch: p
         concatenated_scores(*sides, spec=EvaluationSpec((1, 3)))
         assert len(ranked) == 4 + 5
         return
-    distances = [[None, None, SNRDistance()], [None, None]]
+    distances = [[None, None, LpDistance(normalize_embeddings=False, p=1)], [None, None]]
     _, own = concatenated_scores(sides[0], spec=EvaluationSpec((1, 3)), distances=distances, own=True)
     assert len(ranked) == 4 + 5 and own[0][2].scores != own[0][0].scores
 

@@ -231,6 +231,9 @@ def test_settings_that_are_not_those_of_their_option_are_settings_of_the_row_or_
     configs = [({"pooling": p}, config) for p, config in (("gap", {}), ("gsp", {"pooling.m": 7}))]
     by_hand = {"pooling.m": "by hand"}
     assert config_labels(configs, [{}, by_hand]) == (["gap", "gsp"], [{}, {"pooling.m": "7 (by hand)"}])
+    sized = [({"pooling": "gap"}, {}), ({"pooling": "netvlad"}, {"pooling.feature_size": None})]
+    remarks = [{}, {"pooling.feature_size": "by hand"}]
+    assert config_labels(sized, remarks)[1] == [{}, {"pooling.feature_size": "null (by hand)"}]
     two = [*configs, ({"pooling": "gsp"}, {"pooling.m": 9})]  # whose labels say it
     assert config_labels(two, [{}, by_hand, by_hand]) == (["gap", "gsp pooling.m=7", "gsp pooling.m=9"], [{}] * 3)
     alike = [({"pooling": pooling}, {"pooling.m": 7}) for pooling in ("gsp", "gsp_zsr")]  # which the caption says

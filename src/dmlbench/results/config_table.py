@@ -336,4 +336,5 @@ def _reranking(config: Mapping[str, Any]) -> str:
 def _says_the_data(key: str) -> bool:
     """Whether a value follows from the data or from other settings."""
     group, _, last = key.partition(".")
-    return group in ("loss", "regularizer", "pooling") and last.rpartition(".")[2] in _OF_DATA
+    is_chosen = key == "pooling.feature_size"  # of NetVLAD and OTP
+    return group in ("loss", "regularizer", "pooling") and last.rpartition(".")[2] in _OF_DATA and not is_chosen
