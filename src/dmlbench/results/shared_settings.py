@@ -40,7 +40,8 @@ def _shared_changes(configs: Sequence[Stored], changed: Sequence[Mapping[str, st
     keys = [key for key in dict.fromkeys(key for own in changed for key in own) if key not in _SAID]
     stored = [flatten(dict(config)) for config in configs]
     in_all = [key for key in keys if all(key in settings for settings in stored)]
-    return _shared([lambda config, key=key: f"{key}={_at(config, key)}" for key in in_all], configs)
+    parts = [lambda config, key=key: f"{key}={_at(config, key)}" for key in in_all]
+    return _shared(parts, configs)
 
 
 def _at(config: Stored, key: str) -> Any:
