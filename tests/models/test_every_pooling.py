@@ -170,7 +170,7 @@ X = torch.rand(1, 3, 2, 2)
         (lambda: Gsp(6, weighting="residual", transport_ratio=1.0), "transport_ratio: got 1.0, expected below 1"),
         (lambda: NetVlad(num_centers=0), "num_centers: got 0"),
         (lambda: NetVlad(feature_size=0), "feature_size: got 0"),
-        (lambda: NetVlad(feature_size=None), "head.out_features: got None, expected a multiple of 8"),
+        (lambda: NetVlad(feature_size=None), "head.out_features: got null, expected a multiple of 8"),
         (lambda: Otp(feature_size=None, embedding_size=30), "head.out_features: got 30, expected a multiple of 8"),
         (lambda: Otp(smoothing=0.0), "smoothing: got 0.0"),
         (lambda: AttentionPool(10, num_heads=4), r"num_heads: got 4.*\(10\)"),

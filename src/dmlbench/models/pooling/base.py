@@ -99,8 +99,8 @@ def width_of_parts(parts: int, feature_size: int | None, embedding_size: int | N
     if feature_size is None:
         if not embedding_size or embedding_size % parts:
             raise ConfigError(
-                f"head.out_features: got {embedding_size}, expected a multiple of {parts} for feature_size=null. "
-                "Set pooling.feature_size."
+                f"head.out_features: got {embedding_size or 'null'}, expected a multiple of {parts} for "
+                "feature_size=null. Set pooling.feature_size."
             )
         feature_size = embedding_size // parts
     check_positive(feature_size=feature_size)
