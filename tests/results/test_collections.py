@@ -192,10 +192,14 @@ def test_copies_within_a_fold_are_ranked_once(with_gallery: bool, monkeypatch: p
         sides[1][0][2] = sides[1][0][1]
         concatenated_scores(*sides, spec=EvaluationSpec((1, 3)))
         assert len(ranked) == 4 + 5
-        return
+
+
+def test_equal_embeddings_with_different_distances_are_not_copies() -> None:
+    members = ties((3, 2), 40, classes=6, gallery=False)
+    members[0][2] = members[0][0]
     distances = [[None, None, LpDistance(normalize_embeddings=False, p=1)], [None, None]]
-    _, own = concatenated_scores(sides[0], spec=EvaluationSpec((1, 3)), distances=distances, own=True)
-    assert len(ranked) == 4 + 5 and own[0][2].scores != own[0][0].scores
+    _, own = concatenated_scores(members, spec=EvaluationSpec((1, 3)), distances=distances, own=True)
+    assert own[0][2].scores != own[0][0].scores
 
 
 def test_tiles_and_threads_cannot_change_a_score(ranked_by: str) -> None:
