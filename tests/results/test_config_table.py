@@ -259,7 +259,7 @@ def test_the_caption_says_what_all_rows_and_all_trained_rows_share() -> None:
     assert shared_settings(trained, [{}, {}]) == f"All rows: {of_all}, {of_trained}."
     with_frozen = [*trained, _stored("gap", 0, loss="triplet")]
     assert shared_settings(with_frozen, [{}] * 3) == f"All rows: {of_all}. Trained rows: {of_trained}."
-    changed = [{"pooling.m": "by hand", "optim.lr": "by hand"}, {}]
+    changed = [{"pooling.m": "by hand", "optim.lr": "by hand", "backbone.frozen_until": "by hand"}, {}]
     assert shared_settings(trained, changed) == f"All rows: {of_all}, pooling.m=7, {of_trained}."
     sized = [{**config, "pooling": pooling} for config, pooling in zip(trained, ({}, {"size": None}), strict=True)]
     assert "size" not in shared_settings(sized, [{}, {"pooling.size": "by hand"}])  # only one pooling has it

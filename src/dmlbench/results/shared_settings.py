@@ -19,7 +19,8 @@ def shared_settings(configs: Sequence[Stored], changed: Sequence[Mapping[str, st
     """
     trained = [config for config in configs if _at(config, "fit.max_steps") != 0]
     backbone = _shared([_backbone], configs) or _shared([_backbone_name], configs)
-    of_all = [*backbone, *_shared(_OF_MODEL, configs), *_shared_changes(configs, changed)]
+    said = ("backbone.frozen_until",) if _shared([_backbone], configs) else ()
+    of_all = [*backbone, *_shared(_OF_MODEL, configs), *_shared_changes(configs, changed, (*_SAID, *said))]
     of_trained = _shared(_OF_TRAINING, trained)
     if len(trained) == len(configs):
         return _sentence("All rows: " if len(configs) > 1 else "", of_all + of_trained)
@@ -36,8 +37,9 @@ def _shared(parts: Sequence[Callable[[Stored], str]], configs: Sequence[Stored])
     return [text for own in texts if len(own) == 1 for text in own if text]
 
 
-def _shared_changes(configs: Sequence[Stored], changed: Sequence[Mapping[str, str]]) -> list[str]:
-    keys = [key for key in dict.fromkeys(key for own in changed for key in own) if key not in _SAID]
+def _shared_changes(configs: Sequence[Stored], changed: Sequence[Mapping[str, str]], said: Sequence[str]) -> list[str]:
+    """The changes that all configs have, without the settings that other words say."""
+    keys = [key for key in dict.fromkeys(key for own in changed for key in own) if key not in said]
     stored = [flatten(dict(config)) for config in configs]
     in_all = [key for key in keys if all(key in settings for settings in stored)]
     parts = [lambda config, key=key: f"{key}={_at(config, key)}" for key in in_all]
