@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands_of_tables import Command, commands, own_commands
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from small_data_sets import cifar100_of_colors, write_cars196, write_cub200, write_inshop, write_sop
 
@@ -102,3 +103,14 @@ def test_every_row_trains_and_all_of_its_parts_are_at_work(
             assert saved["model"]["pooling.prototypes_started"], command
         if "XBM" in row:
             assert saved["objective"]["loss.filled"] == 8, command
+
+
+@pytest.mark.parametrize(("backbone", "width"), [("bn_inception", 1024), ("resnet50", 2048)])
+def test_rows_without_training_suit_backbones_of_other_widths(backbone: str, width: int) -> None:
+    for command in first_of_each_row("frozen_features"):
+        if "fit=untrained" in command.overrides and command.score.row.endswith("+GAP"):
+            cfg = compose("train", ["experiment=frozen_features", *command.overrides, f"backbone={backbone}"])
+            check(cfg)
+            head = instantiate(cfg.head, in_features=width)
+            assert head.out_features <= width, command.score.row
+            assert head.out_features == width or "full width" not in command.score.row
