@@ -246,6 +246,14 @@ def test_a_closed_form_head_goes_with_every_order_of_pooling_and_projection(tmp_
     assert read_result(run(cfg))["stop_reason"] == "untrained"
 
 
+def test_a_test_on_cached_maps_is_ranked_again_as_on_images(tmp_path: Path) -> None:
+    untrained = ("backbone.frozen_until=all", "fit=untrained", "fit.max_steps=0", "fit.keep=none")
+    plain = run(config(tmp_path, *untrained, *MAPS))
+    on_maps, on_images = (run(config(tmp_path, *untrained, "rerank=diml", *cache)) for cache in (MAPS, ()))
+    scores = [read_result(folder)["metrics"]["test"] for folder in (on_maps, on_images, plain)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6) and scores[0] != scores[2]
+
+
 @pytest.mark.fast_sample(4)
 @pytest.mark.parametrize(
     "choices, message",
