@@ -18,9 +18,10 @@ def shared_settings(configs: Sequence[Stored], changed: Sequence[Mapping[str, st
         changed: per config, the settings that differ from their chosen option.
     """
     trained = [config for config in configs if _at(config, "fit.max_steps") != 0]
-    backbone = _shared([_backbone], configs) or _shared([_backbone_name], configs)
-    said = ("backbone.frozen_until",) if _shared([_backbone], configs) else ()
-    of_all = [*backbone, *_shared(_OF_MODEL, configs), *_shared_changes(configs, changed, (*_SAID, *said))]
+    whole = _shared([_backbone], configs)
+    backbone = whole or _shared([_backbone_name], configs)
+    said = (*_SAID, "backbone.frozen_until") if whole else _SAID
+    of_all = [*backbone, *_shared(_OF_MODEL, configs), *_shared_changes(configs, changed, said)]
     of_trained = _shared(_OF_TRAINING, trained)
     if len(trained) == len(configs):
         return _sentence("All rows: " if len(configs) > 1 else "", of_all + of_trained)
