@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV ?= .venv
 # python3 where its version fits, else another one that does; name one yourself with PYTHON=...
-PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && exit; done; echo python3)
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys, venv; sys.exit(not (3, 11, 4) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && exit; done; echo python3)
 # faiss-cpu and faiss-gpu fill the same module: take the one that fits this machine (FAISS= for neither).
 FAISS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo faiss-gpu, || echo faiss-cpu,)
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ help: ## show this overview
 setup: $(STAMP) ## virtual environment with the pinned versions
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, $(PYTHON) is {v[0]}.{v[1]}; name another with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11, 4) <= v < (3, 14) else f"Python 3.11.4 to 3.13 is needed, $(PYTHON) is {v[0]}.{v[1]}.{v[2]}; name another with make PYTHON=...")'
 	@echo "setting up $(VENV): several GB with torch, a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
