@@ -103,6 +103,7 @@ def main() -> None:
         forward = frozen.setup.model.backbone.frozen_outputs
         images = next(frozen.batches).images
         with torch.inference_mode():
+            forward(images)
             plain = statistics.median(seconds(lambda: forward(images), 1) for _ in range(3)) / len(images)
         began = time.perf_counter()
         maps = experiment(folder, "backbone.frozen_until=all", "feature_cache=maps")
