@@ -5,7 +5,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -54,11 +53,12 @@ def check_sweep(line: CommandLine) -> None:
         _check_jobs(jobs, dict(zip(wanted, own_overrides(wanted), strict=True)))
 
 
-def check_run(overrides: Sequence[str], name: str, config_dir: Path | None) -> None:
-    """Check one run, which messages call ``name``, as ``check_sweep`` does."""
-    prepare_process(config_dir, "train")
-    with composing(config_dir, "train"):
-        _check_jobs([overrides], {_without_coordinates(overrides): name})
+def check_trials(trials: Mapping[str, Sequence[str]]) -> None:
+    """Check one run of each search, as ``check_sweep`` does; ``trials`` are overrides by the name that messages use.
+
+    Inside of ``composing()``.
+    """
+    _check_jobs(list(trials.values()), {_without_coordinates(trial): name for name, trial in trials.items()})
 
 
 def _without_coordinates(overrides: Sequence[str]) -> Overrides:

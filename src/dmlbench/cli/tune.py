@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 
 from dmlbench.cli.arguments import CommandLine, in_train
-from dmlbench.cli.hydra_command import composed_command, quiet, run_command
+from dmlbench.cli.hydra_command import composed_command, prepare_process, quiet, run_command
 from dmlbench.cli.reproduce import parts_of
 from dmlbench.cli.train import composed_run, explained
 from dmlbench.config import arguments_of, composing, config_folders, key_of, schema_of, without_hydra
@@ -46,10 +46,17 @@ def main(line: CommandLine) -> None:
             _print(*_conduct(search, line.config_dir))
             return
         _describe(search)
-    from dmlbench.cli.preflight import check_run
+    prepare_process(line.config_dir, "train")
+    with composing(line.config_dir, "train"):
+        _check({"example trial": search})
+
+
+def _check(searches: "Mapping[str, Search]") -> None:
+    """Check a trial of each search, and estimate its time."""
+    from dmlbench.cli.preflight import check_trials
     from dmlbench.tuning.space import corners
 
-    check_run(in_train(search.of_run(corners(search.space)[0], 0)), "example trial", line.config_dir)
+    check_trials({name: in_train(search.of_run(corners(search.space)[0], 0)) for name, search in searches.items()})
 
 
 def _describe(search: "Search") -> None:
@@ -141,14 +148,18 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
             of_search = replace(arguments_of(without_hydra(command)), paths=args.paths)
             searches[key], covered[key] = make_search(of_search, overrides, _choices), when
-    if args.dry_run:
-        left = [key for key in searches if ended(searches[key]) is None]
-        print(f"{len(left)} of {len(searches)} searches are left: {', '.join(left)}")
-        return None
     number, count = shard
-    for i, (key, search) in enumerate(searches.items()):
-        if i % count == number - 1 and ended(search) is None:
-            log.info("search %d of %d: %s", i + 1, len(searches), key)
+    own = dict(list(searches.items())[number - 1 :: count])
+    if args.dry_run:
+        left = {key: search for key, search in own.items() if ended(search) is None}
+        print(f"searches left: {len(left)} of {len(own)}")
+        if left:
+            print(f"{max(search.trials for search in left.values())} trials of each; the first ones:")
+            _check(left)
+        return None
+    for i, (key, search) in enumerate(own.items()):
+        if ended(search) is None:
+            log.info("search %d of %d: %s", i + 1, len(own), key)
             _print(*_conduct(search, None))
     outcomes = {key: _end_of(key, search) for key, search in searches.items()}
     best = {key: ranked(found)[0] for key, found in outcomes.items()}
