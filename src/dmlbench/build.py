@@ -44,6 +44,9 @@ from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flat
 _CACHE_BATCH = 64
 """Images that a feature cache is built from at once; another number would move features by rounding."""
 
+_NOT_OF_FEATURES = ("weights_file", "pretrained", "batch_norm")
+"""Keys of a backbone that a feature cache does not depend on: it knows the weights themselves."""
+
 _OF_RECIPE = ("name", "side", "overridden", "deviations")
 
 
@@ -227,19 +230,18 @@ def use_feature_cache(
 
     height, width = cfg.runtime.image_size
     sample = maps_of(torch.zeros(1, 3, height, width, dtype=torch.uint8))
-    node: Any = OmegaConf.to_container(cfg.backbone, resolve=True)
-    transform: Any = {"transform": OmegaConf.to_container(cfg.transform, resolve=True)}
+    parts: Any = {key: OmegaConf.to_container(cfg[key], resolve=True) for key in ("transform", "backbone")}
+    parts["backbone"] = {key: value for key, value in parts["backbone"].items() if key not in _NOT_OF_FEATURES}
     digest = hashlib.sha256()
     for tensor in backbone.frozen_state():
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     content = {
         "fingerprint": data.table.fingerprint,
         "files": None if data.table.pixels is not None else stamp_of(data.table),
-        "backbone": {key: node[key] for key in node.keys() - {"weights_file", "pretrained", "batch_norm"}},
         "weights": digest.hexdigest(),
         "pooling": None,
-        **without_added(transform),
-        **contents(transform),
+        **contents(parts),
+        **without_added(parts),
         "feature_cache": asdict(replace(settings, level="maps")),
         "precision": precision,
         "rows": hashlib.sha256(train_rows.tobytes()).hexdigest(),
@@ -271,8 +273,8 @@ def use_feature_cache(
 
     cache = maps = cache_of(content, "maps", sample[0].numel())
     if settings.level == "pooled":
-        pooling = OmegaConf.to_container(cfg.pooling, resolve=True)
-        own = {"pooling": pooling, "feature_cache": asdict(settings), "pooled_from": "maps as stored"}
+        pooling = {"pooling": OmegaConf.to_container(cfg.pooling, resolve=True)}
+        own = {**pooling, **contents(pooling), "feature_cache": asdict(settings), "pooled_from": "maps as stored"}
         cache = cache_of(content | own, "pooled", pooled_of(sample).shape[1])
     records = pooled if settings.level == "pooled" else rendered
     complete(cache, records, progress=shows_progress(), check=check, name=data.table.name)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,26 @@ def test_pooled_features_are_the_same_bits_from_stored_maps_as_from_images(
         run(config(tmp_path / "maps", *half, "feature_cache=pooled"))
     one, other = (next((tmp_path / part / "cache").glob("*-pooled-*")) for part in ("images", "maps"))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize(("level", "changed"), [("maps", "backbone"), ("pooled", "backbone"), ("pooled", "pooling")])
+def test_other_code_of_an_own_backbone_or_pooling_is_other_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, changed: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / f"own_{changed}.py"
+    module, base = {"backbone": ("resnet_cifar", "ResNet20"), "pooling": ("pooling.global_pooling", "Gmp")}[changed]
+    choices = ["backbone.frozen_until=all", f"feature_cache={level}", "fit=untrained", "fit.max_steps=0", "pooling=gmp"]
+    for scale in (1.0, 2.0):
+        path.write_text(
+            f"from dmlbench.models.{module} import {base}\n"
+            f"class Own({base}):\n"
+            f"    def forward(self, x, *rest):\n"
+            f"        return super().forward({scale} * x, *rest)\n"
+        )
+        run(config(tmp_path, *choices, f"{changed}._target_=own_{changed}.Own"))
+        monkeypatch.delitem(sys.modules, path.stem)
+    assert len(list((tmp_path / "cache").glob("*.features"))) == 2
 
 
 def test_other_runs_share_the_file_and_damage_is_named(tmp_path: Path) -> None:
