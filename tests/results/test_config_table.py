@@ -306,14 +306,14 @@ def test_partial_rows_and_those_scored_on_other_images_are_never_best() -> None:
     assert _table(partial, partial).competes == (False, False)
 
 
-def summary(head: str, test: float, *, val: float, dimension: int, trained: int = 0) -> dict[str, Any]:
-    return {
+def summary(head: str, test: float, *, val: float, dimension: int, trained: int = 0, **changes: Any) -> dict[str, Any]:
+    return _summary(0.0, None) | {
         "choices": {"head": head},
         "training": {"frozen_until": "all", "trained_parameters": trained, "image_size": [224, 224], "views": 8},
         "validation": {"map_at_r": val},
         "dimension": {"separated": dimension},
         "scores": {"separated": {"map_at_r": {"mean": test, "std": 0.0}}},
-    }
+    } | changes  # fmt: skip
 
 
 def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
@@ -329,6 +329,21 @@ def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
     assert gains["trained"] == ["163,840", "0", "0", "0", "0"]
     assert gains["MAP@R over frozen"] == ["+5.0", "+0.0", "+3.0", "+6.0", "+2.0"]
     assert gains["over whitened"] == ["+3.0", "-6.0", "-3.0", "+0.0", "+0.0"]
+
+
+def test_gains_are_over_rows_of_the_same_network_image_size_and_test() -> None:
+    row = summary("linear", 0.25, val=0.5, dimension=128, trained=163840, backbone_name="one")
+    frozen = summary("identity", 0.20, val=0.3, dimension=1280, backbone_name="one")
+    better: dict[str, Any] = {"test": 0.24, "val": 0.4, "dimension": 1280}
+    others = [
+        summary("identity", **better, backbone_name="other"),
+        summary("identity", **better, backbone_name="one", weights_sha256="w"),
+        summary("identity", **better, backbone_name="one", missing=["fold3_rep0"]),
+        summary("identity", **better, backbone_name="one", training=row["training"] | {"image_size": [96, 96]}),
+        summary("identity", **better, backbone_name="one", dataset_fingerprint="g"),
+    ]
+    assert gains_over_frozen([row, frozen, *others], ["map_at_r"])["MAP@R over frozen"][:2] == ["+5.0", "+0.0"]
+    assert gains_over_frozen([row, *others], ["map_at_r"])["MAP@R over frozen"][0] is None
 
 
 def test_a_gain_that_rounds_to_zero_has_no_minus() -> None:

@@ -29,6 +29,8 @@ _KEYS = {
     *("choices", "dataset_fingerprint", "missing", "n_collections", "n_gallery", "n_query", "n_runs"),
     *("n_runs_not_started", "n_skipped_queries", "raw", "runs_sha256", "scored_on", "scores", "search", "val_is_test"),
 }
+_IF_ANY = ("n_query_published", "imported", "rerank", "training", "backbone_name", "weights_sha256")
+"""Facts of a config's first run that other runs share and that some results lack."""
 
 
 def aggregate_config(
@@ -130,8 +132,7 @@ def aggregate_config(
         **({"data_notes": notes} if notes else {}),
         **({"degenerate": degenerate} if degenerate else {}),
         **({"deviations": deviations} if deviations else {}),
-        **{key: first[key] for key in ("n_query_published", "imported", "rerank") if key in first},  # type: ignore[misc]
-        **({"training": first["training"]} if "training" in first else {}),
+        **{key: first[key] for key in _IF_ANY if key in first},
         "validation": {name: sum(scores[name] for scores in validated) / len(validated) for name in of_all},
         **rule.summarize(runs_of_config, spec),
         "steps": [result["steps"] for result in results.values()],

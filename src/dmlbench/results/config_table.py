@@ -137,8 +137,8 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
     Columns that are empty, or say the same of all rows, are left out.
 
     The gain is the difference in MAP@R (else the first metric) of separated models to the best untrained pooling *by
-    validation*: of its features themselves (``head=identity``), and whitened (``head=learned_whitening``) to the row's
-    dimension.
+    validation*, of the same network, image size and test: of its features themselves (``head=identity``), and whitened
+    (``head=learned_whitening``) to the row's dimension.
     """
     training = [summary.get("training") or {} for summary in summaries]
     parts = {"frozen": "frozen_until", "tuning": "tuning"}
@@ -153,22 +153,22 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
         found = entry_of(next(iter(summary["scores"].values())), score_named(metric))
         return None if found is None else found.mean
 
-    def best(head: str, dimension: int | None) -> float | None:
-        rows = [
-            summary
-            for summary, own in zip(summaries, training, strict=True)
-            if summary["choices"].get("head") == head and own.get("trained_parameters") == 0
-            if dimension is None or summary.get("dimension", {}).get("separated") == dimension
-            if metric in summary.get("validation", {})
-        ]
-        return score(max(rows, key=lambda row: row["validation"][metric])) if rows else None
+    competes = competing(summaries)
 
     def gains(head: str, same_dimension: bool) -> list[str | None]:
         found: list[str | None] = []
-        for summary in summaries:
-            dimension = summary.get("dimension", {}).get("separated") if same_dimension else None
-            own, base = score(summary), best(head, dimension)
-            found.append(None if own is None or base is None else f"{own - base:+z.1f}")
+        for summary, own in zip(summaries, training, strict=True):
+            rows = [
+                other
+                for other, of_other, may_win in zip(summaries, training, competes, strict=True)
+                if may_win and other["choices"].get("head") == head and of_other.get("trained_parameters") == 0
+                if _network(other) == _network(summary) and of_other.get("image_size") == own.get("image_size")
+                if not same_dimension or _dimension(other) == _dimension(summary)
+                if metric in other.get("validation", {})
+            ]
+            base = score(max(rows, key=lambda row: row["validation"][metric])) if rows else None
+            mean = score(summary)
+            found.append(None if mean is None or base is None else f"{mean - base:+z.1f}")
         return found
 
     columns |= {
@@ -178,6 +178,15 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
         "over whitened": gains("learned_whitening", True),
     }
     return {name: values for name, values in columns.items() if any(values)}
+
+
+def _dimension(summary: Mapping[str, Any]) -> int | None:
+    dimension: int | None = summary.get("dimension", {}).get("separated")
+    return dimension
+
+
+def _network(summary: Mapping[str, Any]) -> tuple[str | None, ...]:
+    return summary["choices"].get("backbone"), summary.get("backbone_name"), summary.get("weights_sha256")
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
