@@ -17,13 +17,13 @@ import ctypes
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
+from timing_tools import Report, least_seconds, memory_value
 from torch import Tensor
 
 from dmlbench.models.avsl_distance import AvslDistance
@@ -34,19 +34,6 @@ PARTS = ("time", "memory", "ranking")
 PRODUCT_PAIRS = (256, 512)
 MEMORY_QUERIES, MEMORY_GALLERY = 16, 2048  # 32k pairs
 Action = Callable[[], object]
-
-
-class Report:
-    """Markdown that grows line by line, on the screen and in a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.lines = path, []
-
-    def __call__(self, line: str = "") -> None:
-        print(line, flush=True)
-        self.lines.append(line)
-        if self.path is not None:
-            self.path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
 
 def make_distance(options: argparse.Namespace) -> AvslDistance:
@@ -108,17 +95,6 @@ def at_once(actions: list[Action], threads: int) -> Action:
     return action
 
 
-def least_seconds(contenders: dict[str, Action], rounds: int, threads: int) -> dict[str, float]:
-    clock = time.process_time if threads == 1 else time.perf_counter
-    least = dict.fromkeys(contenders, float("inf"))
-    for _ in range(rounds):
-        for name, action in contenders.items():
-            started = clock()
-            action()
-            least[name] = min(least[name], clock() - started)
-    return least
-
-
 def bench_time(options: argparse.Namespace, report: Report) -> None:
     distance = make_distance(options)
     queries, gallery = (make_rows(distance, n, seed=n)[0] for n in (options.queries, options.gallery))
@@ -162,14 +138,6 @@ def bench_time(options: argparse.Namespace, report: Report) -> None:
         ]
     report("\n*Error* is the largest relative one to float64 (8 queries).")
     report("Estimates for half of all pairs of a test set (time per pair, not run): " + ", ".join(estimates) + ".\n")
-
-
-def memory_value(field: str) -> int:
-    """Bytes of a line of this process's status: VmRSS now, VmHWM at most."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the system tells no {field}; the part memory needs Linux")
 
 
 def measure_memory(work: str, options: argparse.Namespace) -> None:

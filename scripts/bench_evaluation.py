@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from threadpoolctl import threadpool_limits
+from timing_tools import Report, least_seconds, memory_value
 
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.registry import mean_scores
@@ -67,17 +68,6 @@ def set_threads(count: int) -> None:
         import faiss
 
         faiss.omp_set_num_threads(count)
-
-
-def least_seconds(contenders: dict[str, Callable[[], object]], rounds: int, threads: int) -> dict[str, float]:
-    clock = time.process_time if threads == 1 else time.perf_counter
-    least = dict.fromkeys(contenders, float("inf"))
-    for _ in range(rounds):
-        for name, action in contenders.items():
-            started = clock()
-            action()
-            least[name] = min(least[name], clock() - started)
-    return least
 
 
 def repeated(action: Callable[[], object], count: int) -> Callable[[], None]:
@@ -146,19 +136,6 @@ def exact_difference(parts: list[EmbeddingSet], sample: int = 60) -> float:
         expected = float(np.sum(np.arange(1, len(ranks) + 1) / ranks)) / positives
         worst = max(worst, abs(found["map_at_r"][q] - expected), abs(found["p_at_1"][q] - marks[0]))
     return worst
-
-
-class Report:
-    """A Markdown table that grows line by line, on the screen and in a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.lines = path, []
-
-    def __call__(self, line: str = "") -> None:
-        print(line, flush=True)
-        self.lines.append(line)
-        if self.path is not None:
-            self.path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
 
 def bench_evaluate(options: argparse.Namespace, report: Report, names: tuple[str, ...], *, peers: bool = True) -> None:
@@ -268,14 +245,6 @@ def bench_sample(options: argparse.Namespace, report: Report) -> None:
             f"| {81 * s['faiss'] / s['ours']:.1f} x | {12 * s['floor']:.2f} | {s['ours'] / (12 * s['floor']):.1f} |"
         )
     report()
-
-
-def memory_value(field: str) -> int:
-    """Bytes of a line of this process's status: VmRSS now, VmHWM at most."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the system tells no {field}; the part memory needs Linux")
 
 
 def measure_memory(work: str, threads: int, scale: float) -> None:
