@@ -6,7 +6,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,6 @@ def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
 def arguments_of(cfg: DictConfig) -> Any:
     """A command's composed configuration as plain values: a dataclass of its YAML's keys (see ``schema_of``)."""
     return OmegaConf.to_object(cfg)
-
-
-def table_node(dataset: str, paths: "PathsConfig") -> dict[str, Any]:
-    """The node of a data set's table by the name of its option."""
-    option = load_yaml(config_folder() / "dataset" / f"{dataset}.yaml")
-    node: Any = OmegaConf.create({"dataset": option, "paths": asdict(paths)}).dataset.table
-    return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
 
 
 def key_of(override: str) -> str:

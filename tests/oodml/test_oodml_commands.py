@@ -66,6 +66,14 @@ def test_splits_are_disjoint_grow_apart_and_are_reproducible(folder: Path, capsy
     assert "halves of the same classes, drawn at random" in capsys.readouterr().out
 
 
+def test_a_step_moves_two_classes_by_default(folder: Path, tmp_path: Path) -> None:
+    given = [key for key in SPLITS if key != "per_step=1"]
+    made = [tmp_path / f"{name}.json" for name in ("default", "two")]
+    for own, path in zip(([], ["per_step=2"]), made, strict=True):
+        assert dmlbench("oodml", "splits", *given, *own, *places(folder), "points=0", f"output={path}") == 0
+    assert made[0].read_bytes() == made[1].read_bytes() != splits_of(folder).read_bytes()
+
+
 def test_kept_features_of_another_shape_are_computed_again(folder: Path) -> None:
     (kept,) = (folder / "cache" / "features").glob("*.safetensors")
     features, before = load_file(kept), splits_of(folder).read_bytes()
@@ -203,6 +211,7 @@ def test_areas_have_a_closed_form() -> None:
         (["oodml", "splits", *SPLITS, "also=none.json"], "split file none.json is missing"),
         (["oodml", "distances", *DATA], "got splits=None and train=None, expected one of them"),
         (["oodml", "distances", *DATA, "train=sop", "splits=a"], "got splits=a and train=sop, expected one of them"),
+        (["oodml", "distances", *DATA, "train=cifar100_collage_distilled"], "CIFAR-100 cannot be found"),
         (["oodml", "frozen", *DATA], "splits is missing: expected splits=<file of"),
         (["oodml", "transfer", *DATA], "runs is missing: expected runs=<run directory>"),
         (["oodml", "scores", "frozen=none.json"], "'none.json' has no scores of frozen features"),

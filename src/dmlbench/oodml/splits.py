@@ -26,7 +26,8 @@ def make_splits(args: Any) -> Iterator[str]:
     """Exchange and remove classes, pick splits on the way, and write the file and its figures."""
     counts = ("exchanges", "reversed_exchanges", "removals", "alike", "points")
     check_at_least(0, **{key: getattr(args, key) for key in counts})
-    check_at_least(1, per_step=args.per_step)
+    if args.per_step is not None:
+        check_at_least(1, per_step=args.per_step)
     check_at_least(2, picks=args.picks)
     if not 0 <= args.keep <= 1:
         raise ConfigError(f"keep: got {args.keep}, expected a number in [0, 1].")
