@@ -26,3 +26,4 @@ def test_it_has_the_width_of_class_means_not_of_queries() -> None:
 
 def test_equal_scores_have_no_width() -> None:
     assert class_bootstrap(np.zeros(6), np.array([0, 0, 1, 1, 2, 2])) == (0.0, 0.0)
+    assert class_bootstrap(np.array([1.0, 2.0]), np.array([3, 3])) == (1.5, 1.5)

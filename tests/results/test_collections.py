@@ -356,6 +356,7 @@ def test_holm_corrects_for_the_number_of_p_values() -> None:
     # 4 * 0.005, 3 * 0.01, 2 * 0.03, then no smaller than the one before
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1.0, 1.0] and holm([]) == []
+    assert holm([0.01, None, 0.04]) == [0.02, None, 0.04]
 
 
 @pytest.mark.parametrize(

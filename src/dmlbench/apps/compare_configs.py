@@ -292,10 +292,9 @@ def comparison_table(found: Sequence[PairedConfigs]) -> Table:
     blocks, index, rows, lines = [], [], [], []
     for metric in found[0].differences:
         score, pairs = score_named(metric), [one.differences[metric] for one in found]
-        corrected = iter(holm([pair.p_value for pair in pairs if pair.p_value is not None]))
-        for label, one, pair, own in zip(others, found, pairs, settings[1:], strict=True):
+        corrected = holm([pair.p_value for pair in pairs])
+        for label, one, pair, p_value, own in zip(others, found, pairs, corrected, settings[1:], strict=True):
             low, high = (score.scale * bound for bound in pair.interval) if pair.interval else (None, None)
-            p_value = None if pair.p_value is None else next(corrected)
             numbers = [f"{score.scale * pair.first:.2f}", f"{score.scale * pair.second:.2f}"]
             bounds = [f"{score.scale * bound:+z.2f}" for bound in pair.interval or ()]
             interval = f"[{', '.join(bounds)}]" if bounds else None

@@ -26,10 +26,8 @@ from dmlbench.evaluation.embeddings.embed import (
 )
 from dmlbench.evaluation.evaluate import (
     Evaluation,
-    HardQuery,
     check_hardest,
     evaluate,
-    hardest_queries,
     per_class_table,
     per_query_table,
     to_csv,
@@ -213,14 +211,6 @@ def require_scores(scores: Mapping[str, float], least: Mapping[str, float]) -> N
              if scores[name] < value]  # fmt: skip
     if short:
         raise RunError(" ".join(short))
-
-
-def hardest(result: Evaluated, *, count: int, metric: str) -> list[HardQuery]:
-    """The queries of an evaluation with the lowest scores (see ``hardest_queries``)."""
-    return hardest_queries(
-        result.queries, result.gallery, result.evaluation, count=count, metric=metric,
-        tile_bytes=result.spec.tile_bytes, distance=result.distance,
-    )  # fmt: skip
 
 
 def _evaluate_file(args: Any) -> Evaluated:

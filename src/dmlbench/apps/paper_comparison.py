@@ -1,5 +1,6 @@
 """Our runs of a table vs. a paper's scores, and what the runs started from."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import cached_sha256, git_commit, shows_progress
 from dmlbench.types import DmlbenchError, RunInUse, counted
+
+log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 _MOVES_NOTHING = (
@@ -114,11 +117,15 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
     unusable = {run.path for run in runs if run.state == "unusable"}
     found = [run for run in runs_in(folder) if run.path not in unusable]
     try:
+        waits = False
         while True:
             try:
                 made = _aggregate(folder, found, spec)
                 break
-            except RunInUse:  # another process summarizes the same runs
+            except RunInUse as error:  # another process summarizes the same runs
+                if not waits:
+                    log.info("waiting: %s", error)
+                waits = True
                 time.sleep(_PAUSE_S)
     except DmlbenchError as error:
         return Summary(None, str(error))

@@ -75,13 +75,12 @@ def _to(
     others = [config for config in configs if config is not base]
     paired = [paired_difference(_by_run(base, metric), _by_run(other, metric)) for other in others]
     p_values = [pair.p_value if pair.interval and np.ptp(pair.interval) > _ROUNDING else None for pair in paired]
-    corrected = iter(holm([p_value for p_value in p_values if p_value is not None]))
     differences = []
-    for config, pair, p_value in zip(others, paired, p_values, strict=True):
+    for config, pair, p_value in zip(others, paired, holm(p_values), strict=True):
         of_queries = (scores[config.label][metric] - scores[base.label][metric]).to_numpy()
         known = np.isfinite(of_queries)
         interval = class_bootstrap(of_queries[known], labels[known])
-        differences.append(Difference(config.label, pair, None if p_value is None else next(corrected), interval))
+        differences.append(Difference(config.label, pair, p_value, interval))
     return differences
 
 
@@ -146,13 +145,13 @@ def _mean(config: ConfigSummary, score: Score) -> str:
 
 
 def _interval(one: Difference, score: Score) -> str:
-    text = f"{score.scale * one.paired.difference:+.2f}"
+    text = f"{score.scale * one.paired.difference:+z.2f}"
     return f"{text} {_bounds(one.paired.interval, score)}" if one.paired.interval else text
 
 
 def _bounds(interval: tuple[float, float], score: Score) -> str:
     low, high = (score.scale * bound for bound in interval)
-    return f"[{low:+.2f}, {high:+.2f}]"
+    return f"[{low:+z.2f}, {high:+z.2f}]"
 
 
 def conclusions(found: Differences, metric: str) -> list[str]:

@@ -90,13 +90,17 @@ def evaluate(args: Any) -> None:
 
 
 def _print_hardest(args: Any, result: "Evaluated") -> None:
-    from dmlbench.apps.embeddings import hardest
+    from dmlbench.evaluation.evaluate import hardest_queries
 
     def name(item: int, label: int) -> str:
         return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
 
     print(f"\nqueries with the lowest {args.hardest_by}, and their nearest images")
-    for query in hardest(result, count=args.hardest, metric=args.hardest_by):
+    hardest = hardest_queries(
+        result.queries, result.gallery, result.evaluation, count=args.hardest, metric=args.hardest_by,
+        tile_bytes=result.spec.tile_bytes, distance=result.distance,
+    )  # fmt: skip
+    for query in hardest:
         nearest = name(query.nearest_id, query.nearest_label)
         print(f"{query.score:.4f}  {name(query.id, query.label)}  <- {query.distance:.4f} ->  {nearest}")
 

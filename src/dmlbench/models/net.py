@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.diml import cells_of
-from dmlbench.models.pooling.base import Pooled, Pooling
+from dmlbench.models.pooling.base import Pooled, Pooling, at_least_float32
 from dmlbench.models.projection import Head, Projection
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -25,10 +25,6 @@ def features_of(x: Tensor) -> dict[str, Tensor]:
     """The side outputs "features" and "features_max" [B, C]: average and maximum of a map."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return {"features": x.mean(dim=(2, 3), dtype=dtype), "features_max": x.amax(dim=(2, 3)).to(dtype)}
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class MetricModel(nn.Module):
@@ -123,7 +119,7 @@ class PooledModel(MetricModel):
     def forward(self, images: Tensor) -> ModelOutput:
         """Embedding, not normalized, and the pooling's side outputs; with ``stored_pooled``, of pooled features."""
         if self.stored_pooled:
-            return ModelOutput(self.projection.finished(_at_least_float32(self.projection(images.flatten(1)))), {})
+            return ModelOutput(self.projection.finished(at_least_float32(self.projection(images.flatten(1)))), {})
         x = self.last_map(images)
         pooled: Pooled = self.pooling(x, self.projection)
         if not isinstance(pooled, Pooled) or pooled.embedding.shape[1:] != (self.embedding_size,):
@@ -132,7 +128,7 @@ class PooledModel(MetricModel):
                 f"{type(self.pooling).__name__}: got {shape or type(pooled).__name__}, expected Pooled with embeddings "
                 f"[B, {self.embedding_size}]. A pooling's forward must return Pooled(project(...))."
             )
-        embedding = self.projection.finished(_at_least_float32(pooled.embedding))
+        embedding = self.projection.finished(at_least_float32(pooled.embedding))
         return ModelOutput(embedding, pooled.side | self._sides(x))
 
     def last_map(self, images: Tensor) -> Tensor:
@@ -253,7 +249,7 @@ class LevelsModel(MetricModel):
     def forward(self, images: Tensor) -> ModelOutput:
         maps = self.maps(images)
         output: ModelOutput = self.head(maps, self.pooling)
-        return ModelOutput(_at_least_float32(output.embedding), output.side | self._sides(maps[-1]))
+        return ModelOutput(at_least_float32(output.embedding), output.side | self._sides(maps[-1]))
 
     def maps(self, images: Tensor) -> tuple[Tensor, ...]:
         """Maps of all levels, low to high."""

@@ -38,8 +38,7 @@ from dmlbench.models.net import PooledModel
 from dmlbench.models.pooling.base import Pooling
 from dmlbench.models.projection import Projection
 from dmlbench.oodml.episodes import OfficialEpisodes, check_shots, drawn_support
-from dmlbench.oodml.split_runs import kept_of
-from dmlbench.results.store import CONFIG, read_result, require_own_files, require_tested
+from dmlbench.results.store import CONFIG, kept_of, read_result, require_own_files, require_tested
 from dmlbench.runtime import Precision, autocast, derive_seed, single_threaded_torch, write_json
 from dmlbench.training.fit import BEST
 from dmlbench.training.optim import OptimizerSettings, make_optimizer
@@ -275,7 +274,7 @@ def few_shot_of_run(
         settings[shots] = {"shots": shots, **asdict(adaptations[shots]), "official": drawn}
         digest = hashlib.sha256(json.dumps(settings[shots], sort_keys=True).encode()).hexdigest()
         keys[shots] = f"{shots}-{digest[:12]}"
-    held = _held(run_dir, bound)
+    held = kept_of(run_dir / FEW_SHOT, bound, "adaptations", schema=_SCHEMA)
     names = set(plan.spec.score_names)
     missing = [
         (shots, episode)
@@ -288,18 +287,13 @@ def few_shot_of_run(
         loaded = _Loaded(run_dir, setup, plan, seed=result["seed"])
         for shots, episode in tqdm(missing, desc=run_dir.name, disable=None, unit="episode"):
             scores = loaded.episode(shots, episode, adaptations[shots])
-            held = _held(run_dir, bound)  # as another process may have left it meanwhile
+            held = kept_of(run_dir / FEW_SHOT, bound, "adaptations", schema=_SCHEMA)  # others may have added some
             kept = held.setdefault(keys[shots], {"settings": settings[shots]})
             of_episode = kept.setdefault("episodes", {}).setdefault(str(episode), {})
             for kind, found in scores.items():
                 of_episode[kind] = of_episode.get(kind, {}) | found
             write_json(run_dir / FEW_SHOT, {"schema": _SCHEMA, **bound, "adaptations": held})
     return {shots: _compared(held[keys[shots]]["episodes"], plan) for shots in plan.shots}
-
-
-def _held(run_dir: Path, bound: Mapping[str, str]) -> dict[str, Any]:
-    """Episodes of earlier calls, by the key of their settings."""
-    return kept_of(run_dir / FEW_SHOT, bound, "adaptations", schema=_SCHEMA) or {}
 
 
 def _compared(episodes: Mapping[str, Any], plan: FewShotPlan) -> Compared:

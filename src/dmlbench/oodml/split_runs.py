@@ -14,7 +14,7 @@ from dmlbench.config import listed, read_config
 from dmlbench.results.caveats import by_row, caveats_of_rows
 from dmlbench.results.config_table import differing_settings
 from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
-from dmlbench.runtime import read_json, set_strict_float32
+from dmlbench.runtime import set_strict_float32
 from dmlbench.types import ConfigError, RunError, check_file_name
 
 log = logging.getLogger(__name__)
@@ -126,17 +126,3 @@ def notes_of(runs: Sequence[SplitRun]) -> list[str]:
 def write_notes(figure: Figure, notes: Sequence[str], width: int, *, fontsize: int = 7) -> None:
     if notes:
         figure.supxlabel("\n".join(textwrap.fill(note, width) for note in notes), fontsize=fontsize)
-
-
-def kept_of(path: Path, bound: Mapping[str, str], key: str, *, schema: int) -> dict[str, Any] | None:
-    """The part ``key`` of a file beside a run; None if it is missing, damaged or of other weights."""
-    try:
-        held = read_json(path)
-        if held["schema"] == schema and {name: held.get(name) for name in bound} == dict(bound):
-            return dict(held[key])
-        log.info("%s belongs to other weights; computing again", path)
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s is damaged (%s); computing again", path, error)
-    return None

@@ -23,9 +23,9 @@ from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.evaluation.metrics.registry import score_named
-from dmlbench.oodml.split_runs import SplitRun, grouped_runs, kept_of, notes_of, write_notes
+from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
 from dmlbench.results.rules import scores_of_run
-from dmlbench.results.store import read_result, require_own_files
+from dmlbench.results.store import kept_of, read_result, require_own_files
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, write_json
 from dmlbench.training.fit import BEST
@@ -89,8 +89,7 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
     result = read_result(run_dir)
     config_with_weights(run_dir)
     bound = require_own_files(run_dir, result, (BEST,))
-    held = kept_of(run_dir / STRUCTURE, bound, "measures", schema=_SCHEMA)
-    if held is not None:
+    if held := kept_of(run_dir / STRUCTURE, bound, "measures", schema=_SCHEMA):
         return held
     if distance_of_run(run_dir) is not None:
         raise RunError(f"{run_dir}: got a run with its own distance, expected one that compares unit vectors.")

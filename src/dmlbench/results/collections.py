@@ -152,12 +152,14 @@ def _mean_and_error(scores: Sequence[Sequence[float]]) -> tuple[float, float, in
     return mean, error, sum(len(fold) - 1 for fold in scores)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number: all that are below a level are so together (Holm 1979)."""
-    order = np.argsort(p_values, kind="stable")
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """p-values corrected for their number: all that are below a level are so together (Holm 1979). None stays None."""
+    known = np.array([value for value in p_values if value is not None])
+    order = np.argsort(known, kind="stable")
     factors = np.arange(len(order), 0, -1)
-    corrected = np.minimum(np.maximum.accumulate(factors * np.asarray(p_values)[order]), 1.0)
-    return [float(value) for value in corrected[np.argsort(order)]]
+    corrected = np.minimum(np.maximum.accumulate(factors * known[order]), 1.0)
+    values = iter(corrected[np.argsort(order)])
+    return [None if value is None else float(next(values)) for value in p_values]
 
 
 def p_value_text(p_value: float) -> str:

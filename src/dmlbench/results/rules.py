@@ -25,8 +25,16 @@ from dmlbench.evaluation.metrics.registry import Score, in_table_order, of_queri
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.evaluation.spec import EvaluationSpec, shortlist_of
 from dmlbench.results.collections import collections, confidence_interval, mean_and_std, summarize
-from dmlbench.results.store import EMBEDDINGS, Coordinates, locked, require_own_files, require_tested, run_name
-from dmlbench.runtime import atomic_write, read_json, write_json
+from dmlbench.results.store import (
+    EMBEDDINGS,
+    Coordinates,
+    kept_of,
+    locked,
+    require_own_files,
+    require_tested,
+    run_name,
+)  # fmt: skip
+from dmlbench.runtime import atomic_write, write_json
 from dmlbench.types import RunError, closest, missing_module
 
 COLLECTIONS = "collections.csv"
@@ -72,7 +80,7 @@ def scores_of_run(
         if not (run_dir / EMBEDDINGS).exists():
             raise RunError(f"{run_dir} has no {EMBEDDINGS}, so no further scores can be computed. Run it again.")
         bound = require_own_files(run_dir, result)
-        kept = _kept(run_dir, bound)
+        kept = kept_of(run_dir / SCORES, bound, "scores", schema=_SCHEMA)
         for score in missing:
             if score.name in (scores := kept.get(_way(score, spec), {})):
                 known[score.name] = scores[score.name]
@@ -100,20 +108,6 @@ def _way(score: Score, spec: EvaluationSpec) -> str:
     if of_queries([score]):
         return spec.search
     return spec.kmeans if score.metric.reads == "clusters" else ""
-
-
-def _kept(run_dir: Path, bound: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Scores that earlier calls computed from the same files."""
-    try:
-        held = read_json(run_dir / SCORES)
-        if held["schema"] == _SCHEMA and {key: held.get(key) for key in bound} == dict(bound):
-            return {way: {name: float(v) for name, v in scores.items()} for way, scores in held["scores"].items()}
-        log.info("%s belongs to other embeddings; computing again", run_dir / SCORES)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is damaged (%s); computing again", run_dir / SCORES, error)
-    return {}
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,20 @@ def code_of(result: Mapping[str, Any]) -> str:
     return str(result.get("git_commit") or (result.get("versions") or {}).get("dmlbench", "unknown"))
 
 
+def kept_of(path: Path, bound: Mapping[str, str], key: str, *, schema: int) -> dict[str, Any]:
+    """The part ``key`` of a file beside a run, bound to hashes; empty if it is missing, damaged or of others."""
+    try:
+        held = read_json(path)
+        if held["schema"] == schema and {name: held.get(name) for name in bound} == dict(bound):
+            return dict(held[key])
+        log.info("%s belongs to other weights or embeddings; computing again", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s is damaged (%s); computing again", path, error)
+    return {}
+
+
 def read_result(run_dir: Path) -> dict[str, Any]:
     """The result of a complete run; raises RunError if there is none, or a damaged one."""
     path, remedy = run_dir / RESULT, "Delete it and start the run again."
@@ -277,7 +291,7 @@ def locked(run_dir: Path) -> Iterator[None]:
                 f"the file system of {run_dir} has no locks ({error.strerror}). Choose another paths.output_dir."
             ) from error
         if not is_open_at(run_dir / LOCK, file.fileno()):
-            raise RunInUse(f"{run_dir} was released by another process just now. Start the command again.", run_dir)
+            raise RunInUse(f"{run_dir} was released by another process just now. Start the command again.")
         if (elsewhere := _living_elsewhere(file)) and not _is_silent(file):
             raise RunInUse(
                 f"{run_dir} is in use by process {elsewhere}, which was active a moment ago. If it was killed, try "

@@ -149,7 +149,7 @@ def _cells(comparison: Comparison) -> list[str]:
     ours = "–" if comparison.mean is None else f"{comparison.mean:.2f}"
     ours += "" if comparison.std is None else f" ± {comparison.std:.2f}"
     return [
-        score.metric, ours + kind, paper, "" if difference is None else f"{difference:+.2f}",
+        score.metric, ours + kind, paper, "" if difference is None else f"{difference:+z.2f}",
         "" if allowed is None else f"{allowed:.2f}", comparison.verdict,
     ]  # fmt: skip
 

@@ -14,15 +14,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dmlbench.apps.loading import distance_of_run
+from dmlbench.apps.loading import distance_of_run, table_of_run
 from dmlbench.apps.pictures import plt
-from dmlbench.components import component
-from dmlbench.config import listed, read_config
+from dmlbench.config import listed
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.caveats import OTHER_DATA
-from dmlbench.results.store import CONFIG, EMBEDDINGS, read_result, require_own_files
+from dmlbench.results.store import EMBEDDINGS, read_result, require_own_files
 from dmlbench.studies.record import Claim, Findings, Float, Parts
 from dmlbench.types import ConfigError, DataError, ImageTable, IntArray
 
@@ -103,9 +102,7 @@ def _of_run(run_dir: Path, edges: Sequence[float], parts: Parts) -> dict[str, An
     result = read_result(run_dir)
     require_own_files(run_dir, result, (EMBEDDINGS,))
     parts.bind(data=result["dataset_fingerprint"])
-    table: ImageTable = component(read_config(run_dir / CONFIG)["dataset"]["table"])
-    if table.fingerprint != result["dataset_fingerprint"]:
-        raise DataError(f"{table.name} differs from the data of {run_dir}. Restore the same images.")
+    table = table_of_run(run_dir, result)
     stored = load_embeddings(run_dir / EMBEDDINGS)
     spec = EvaluationSpec(metrics=("recall_at_k",), recall_at=(1,))
     scores = evaluate(stored.queries, stored.gallery, spec, distance=distance_of_run(run_dir))

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -232,7 +232,7 @@ def fit(
     goes_on = True
     started = time.monotonic() - state.wall_s
 
-    with stop:  # a signal waits until a step is done and saved
+    with stop, closing(monitor):  # a signal waits until a step is done and saved
         while goes_on and not state.stop_reason and state.step < settings.max_steps:
             step, step_started = state.step + 1, time.monotonic()
             model.train()
@@ -295,7 +295,6 @@ def fit(
                 if on_validation is not None and is_validated and not state.stop_reason:
                     goes_on = on_validation(step, state.best_score)
 
-    monitor.close()
     if state.skipped_steps:
         log.info("fp16: %d of %d steps skipped, as gradients were not finite", state.skipped_steps, state.step)
     if not goes_on:

@@ -115,7 +115,7 @@ def _nearest(config: ConfigSummary, rows: IntArray, count: int) -> tuple[Embeddi
     stored = load_embeddings(config.complete[0] / EMBEDDINGS)
     queries, searched = stored.queries, stored.queries if stored.gallery is None else stored.gallery
     some = EmbeddingSet(queries.rows[rows], queries.labels[rows], queries.ids[rows])
-    count = min(count, len(searched) - 1)
+    count = min(count, len(searched) - (stored.gallery is None))  # without the query itself
     return some, searched, nearest(some, searched, count, distance=distance_of_run(config.complete[0]))
 
 
