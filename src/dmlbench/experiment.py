@@ -23,7 +23,7 @@ from dmlbench.losses.objective import Objective
 from dmlbench.models.closed_form import Moments
 from dmlbench.models.net import MetricModel, PooledModel
 from dmlbench.ranks import ONE, Ranks
-from dmlbench.runtime import autocast, shows_progress
+from dmlbench.runtime import autocast, network_pass, shows_progress
 from dmlbench.training.fit import FitSettings
 from dmlbench.training.log import Logger
 from dmlbench.training.nearest_images import draw_nearest, nearest_images
@@ -72,12 +72,10 @@ class Setup:
     ) -> tuple[EmbeddingSet, EmbeddingSet | None]:
         """Queries and, where it is a set of its own, the gallery; ``rows_of`` images are the embeddings by default."""
         self.model.eval()
-        memory_format = torch.channels_last if self.settings.channels_last else torch.contiguous_format
-
-        def formatted(images: torch.Tensor) -> torch.Tensor:
-            images = images.contiguous(memory_format=memory_format)
-            with autocast(self.device, self.settings.precision):
-                return self.model(images).embedding if rows_of is None else rows_of(images)
+        formatted = network_pass(
+            rows_of or (lambda images: self.model(images).embedding), self.device, self.settings.precision,
+            channels_last=self.settings.channels_last,
+        )  # fmt: skip
 
         def embedded(rows: IntArray, describe: str) -> EmbeddingSet:
             own, progress = rows[self.ranks.rows_of_batches(len(rows), self.eval_batch_size)], shows_progress()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
@@ -164,6 +164,19 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Half-precision autocast for the backbone; parts that need float32 (distances, transport) leave it themselves."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=dtype, enabled=precision != "float32")
+
+
+def network_pass(
+    network: Callable[[torch.Tensor], Any], device: torch.device, precision: Precision, *, channels_last: bool
+) -> Callable[[torch.Tensor], Any]:
+    """A network's pass over a batch of images in a precision and memory format."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def forward(images: torch.Tensor) -> Any:
+        with autocast(device, precision):
+            return network(images.contiguous(memory_format=memory_format))
+
+    return forward
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes | memoryview) -> None:

@@ -32,7 +32,7 @@ from dmlbench.identity import changed_code
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
-from dmlbench.runtime import autocast, file_sha256, read_json, select_device, set_strict_float32
+from dmlbench.runtime import file_sha256, network_pass, read_json, select_device, set_strict_float32
 from dmlbench.training.checkpoint import load_checkpoint
 from dmlbench.training.fit import BEST
 from dmlbench.types import ConfigError, ImageTable, RunError, closest, leaves
@@ -320,13 +320,10 @@ class TrainedModel:
             table, np.arange(len(table)), images=source, transform=self.transform, batch_size=batch_size,
             device=self.device, num_workers=num_workers,
         )  # fmt: skip
-        channels_last = self.config["fit"].get("channels_last", False)
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
-        def rows_of(batch: Tensor) -> Tensor:
-            with autocast(self.device, self.config["fit"].get("precision", "float32")):
-                return self.network(batch.contiguous(memory_format=memory_format)).embedding
-
+        rows_of = network_pass(
+            lambda batch: self.network(batch).embedding, self.device, self.config["fit"].get("precision", "float32"),
+            channels_last=self.config["fit"].get("channels_last", False),
+        )  # fmt: skip
         found = embed(rows_of, batches, device=self.device, progress=progress, count=len(table), describe="images")
         return nn.functional.normalize(found.rows) if normalize else found.rows
 

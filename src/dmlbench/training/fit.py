@@ -27,7 +27,7 @@ from dmlbench.models.net import MetricModel
 from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import (
     Precision,
-    autocast,
+    network_pass,
     peak_memory_bytes,
     random_state,
     restore_random_state,
@@ -227,8 +227,9 @@ def fit(
         monitor.trained_images += len(batch.labels)
         return batch
 
-    forward = _forward(torch.compile(model) if settings.compile else model, settings, device)
-    keys_of = None if momentum_encoder is None else _forward(momentum_encoder, settings, device)
+    formats: Any = {"precision": settings.precision, "channels_last": settings.channels_last}
+    forward = network_pass(torch.compile(model) if settings.compile else model, device, **formats)
+    keys_of = None if momentum_encoder is None else network_pass(momentum_encoder, device, **formats)
     goes_on = True
     started = time.monotonic() - state.wall_s
 
@@ -309,17 +310,6 @@ def fit(
         model.load_state_dict(best["model"])
         objective.load_state_dict(best["objective"])
     return state
-
-
-def _forward(network: Callable[[Tensor], Any], settings: FitSettings, device: torch.device) -> Callable[[Tensor], Any]:
-    """The network's pass over a batch of images, in the precision and memory format of the settings."""
-    memory_format = torch.channels_last if settings.channels_last else torch.contiguous_format
-
-    def forward(images: Tensor) -> Any:
-        with autocast(device, settings.precision):
-            return network(images.contiguous(memory_format=memory_format))
-
-    return forward
 
 
 def _step_scaled(scaler: GradScaler, optimizer: Optimizer, device: torch.device) -> Tensor | None:
