@@ -532,7 +532,6 @@ def make_experiment(
     if_any = {
         "recipe": {key: recipe[key] for key in _OF_RECIPE if key in recipe},
         "variants": {key: value for key, value in flatten(settings).items() if key.endswith(".variant")},
-        "backbone_name": settings["backbone"].get("name"),
         "weights_sha256": content.get("backbone.weights_file"),
         "code_sha256": {key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
     }

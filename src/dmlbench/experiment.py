@@ -156,8 +156,7 @@ class Experiment:
 
     Attributes:
         provenance: of the configuration in ``result.json``: coordinates, seeds, hashes, recipe, values of all keys
-            ``variant`` (which choose between a paper and its public code), the backbone's name, SHA-256 of weights and
-            user code.
+            ``variant`` (which choose between a paper and its public code), SHA-256 of weights and user code.
     """
 
     setup: Setup

@@ -45,6 +45,10 @@ class RunError(DmlbenchError):
     """A run directory, checkpoint or result cannot be used."""
 
 
+class IncompleteConfig(RunError):
+    """A config lacks runs."""
+
+
 class RunInUse(RunError):
     """Another process has the run."""
 

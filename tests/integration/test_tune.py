@@ -60,6 +60,15 @@ def test_two_processes_share_the_trials_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_group_may_be_searched_with_and_without_an_option(tmp_path: Path) -> None:
+    of_search = ("trials=6", "startup_trials=6", "space.schedule={choices: [null, cosine]}")
+    code, said, error = start(tmp_path, *of_search).wait()
+    assert code == 0, error
+    assert {row["schedule"] for row in trials(tmp_path)} == {"", "cosine"}
+    assert "to train with it: dmlbench train" in said
+
+
+@pytest.mark.slow
 def test_tune_is_resumed_to_the_same_trials_and_a_recipe_of_the_best(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed twice"
     assert start(whole).wait()[0] == 0

@@ -128,6 +128,12 @@ def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: p
     assert kept is not None and "map_at_r" in kept["by_split"][0]["scores"]
     assert dmlbench("table", *places(folder)[:1], "facts=[distance]", "metrics=recall_at_1") == 0
     assert "AGS" in capsys.readouterr().out
+    assert dmlbench("report", *places(folder)[:1], "metrics=recall_at_1", "overlays=false") == 0
+    run(compose("train", [*named, "fold=0", "repeat=0", "head.out_features=4"]))
+    capsys.readouterr()
+    assert dmlbench("table", *places(folder)[:1], "metrics=recall_at_1", "allow_partial=true") == 0
+    out, error = capsys.readouterr()
+    assert "AGS" in out and "got splits of 1 distance, expected at least two distances" in error
 
 
 def test_features_as_they_are_become_a_row_and_a_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,6 +126,14 @@ def test_partial_summary_says_what_it_rests_on(tmp_path) -> None:
     assert len(summary["missing"]) == 8
 
 
+def test_collections_of_a_partial_config_name_its_folds_and_repeats(tmp_path) -> None:
+    runs = _write_runs(tmp_path, [(0, 2), (2, 1), (2, 2), (3, 2)])
+    aggregate_config(runs, allow_partial=True, progress=False)
+    frame = pd.read_csv(runs[0].path.parent / COLLECTIONS)
+    assert [name for name in frame if name.startswith("repeat_")] == ["repeat_fold0", "repeat_fold2", "repeat_fold3"]
+    assert frame[["repeat_fold0", "repeat_fold2", "repeat_fold3"]].to_numpy().tolist() == [[2, 1, 2], [2, 2, 2]]
+
+
 def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:-1])
     first = aggregate_config(find_runs(tmp_path), allow_partial=True, progress=False)

@@ -374,10 +374,12 @@ def test_p_values_tell_their_side_of_the_level(p_value, text) -> None:
     assert p_value_text(p_value) == text
 
 
-def test_equal_differences_have_no_error() -> None:
-    first = {(0, 0): 0.5, (0, 1): 0.5}
-    assert paired_difference(first, dict.fromkeys(first, 0.75)).p_value == 0.0
-    assert paired_difference(first, first).p_value == 1.0
+def test_differences_that_no_seed_changes_have_no_interval() -> None:
+    first = {(0, 0): 0.5, (0, 1): 0.5, (1, 0): 0.6, (1, 1): 0.6}
+    for second, difference in ((dict.fromkeys(first, 0.75), 0.2), (first, 0.0)):
+        found = paired_difference(first, second)
+        assert found.difference == pytest.approx(difference)
+        assert found.interval is None and found.p_value is None
 
 
 def test_runs_without_a_partner_are_refused_by_name() -> None:

@@ -271,6 +271,9 @@ def test_the_caption_says_what_all_rows_and_all_trained_rows_share() -> None:
         "All rows: 64 x 48 pixels in 8 cached views, 128-D embeddings, batches of 8 classes x 4 images, "
         "learning rate 0.001, at most 9 steps."
     )
+    assert shared_settings([_stored("gap", 9)], [{}], whole=False).startswith(
+        "All rows but imported ones: net backbone"
+    )
     table = make_table("t", [_summary(0.5, None)], ["a"], ["p_at_1"], shared="All rows: net backbone.")
     assert table.to_text().startswith("t: All rows: net backbone.\n")
     assert "### t\nAll rows: net backbone.\n" in table.to_markdown()
@@ -332,15 +335,15 @@ def test_gains_are_over_the_untrained_rows_that_validation_chooses() -> None:
 
 
 def test_gains_are_over_rows_of_the_same_network_image_size_and_test() -> None:
-    row = summary("linear", 0.25, val=0.5, dimension=128, trained=163840, backbone_name="one")
-    frozen = summary("identity", 0.20, val=0.3, dimension=1280, backbone_name="one")
+    row = summary("linear", 0.25, val=0.5, dimension=128, trained=163840, weights_sha256="one")
+    frozen = summary("identity", 0.20, val=0.3, dimension=1280, weights_sha256="one")
     better: dict[str, Any] = {"test": 0.24, "val": 0.4, "dimension": 1280}
     others = [
-        summary("identity", **better, backbone_name="other"),
-        summary("identity", **better, backbone_name="one", weights_sha256="w"),
-        summary("identity", **better, backbone_name="one", missing=["fold3_rep0"]),
-        summary("identity", **better, backbone_name="one", training=row["training"] | {"image_size": [96, 96]}),
-        summary("identity", **better, backbone_name="one", dataset_fingerprint="g"),
+        summary("identity", **better, weights_sha256="other"),
+        summary("identity", **better, weights_sha256="one", choices={"head": "identity", "backbone": "other"}),
+        summary("identity", **better, weights_sha256="one", missing=["fold3_rep0"]),
+        summary("identity", **better, weights_sha256="one", training=row["training"] | {"image_size": [96, 96]}),
+        summary("identity", **better, weights_sha256="one", dataset_fingerprint="g"),
     ]
     assert gains_over_frozen([row, frozen, *others], ["map_at_r"])["MAP@R over frozen"][:2] == ["+5.0", "+0.0"]
     assert gains_over_frozen([row, *others], ["map_at_r"])["MAP@R over frozen"][0] is None

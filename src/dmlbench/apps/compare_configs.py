@@ -42,7 +42,7 @@ from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
 from dmlbench.runtime import shows_progress
 from dmlbench.training.fit import HISTORY
-from dmlbench.types import ConfigError, DmlbenchError, RunError, counted, flatten, shorten
+from dmlbench.types import ConfigError, DmlbenchError, IncompleteConfig, RunError, counted, flatten, shorten
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,8 @@ def find_configs(
                 if left_out is not None:
                     _require_readable([run.path for run in runs if run.state == "done"])
                 summary = _summary(path, runs, spec, allow_partial=allow_partial)
+        except IncompleteConfig as error:
+            reason = str(error)
         except DmlbenchError as error:
             if left_out is None:
                 raise
@@ -222,7 +224,8 @@ def labels_of_runs(
     stored = [read_config(run_dir / store.CONFIG) for run_dir, _ in runs]
     changed = [changed_settings(config, NAMING_GROUPS) for config in stored]
     made_here = [i for i, (_, choices) in enumerate(runs) if LABEL_OF_IMPORTED not in choices]
-    shared = shared_settings([stored[i] for i in made_here], [changed[i] for i in made_here])
+    here = [stored[i] for i in made_here], [changed[i] for i in made_here]
+    shared = shared_settings(*here, whole=len(made_here) == len(runs))
     settings = [(choices, config_settings(dict(config))) for (_, choices), config in zip(runs, stored, strict=True)]
     labels, unsaid = config_labels(settings, changed)
     return _distinct(labels, [run_dir.parent for run_dir, _ in runs]), unsaid, shared

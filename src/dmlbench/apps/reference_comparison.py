@@ -20,7 +20,6 @@ from dmlbench.types import ConfigError, closest
 
 _LEVEL = 0.05
 _MOST_RANKED = 10
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,13 @@ class Difference:
 
 Differences = Mapping[str, Sequence[Difference]]
 """By the label of the reference."""
+
+
+def compared_metrics(configs: Sequence[ConfigSummary], metrics: Sequence[str]) -> list[str]:
+    """Those of the metrics that all runs have for each query."""
+    runs = [run.path for config in configs for run in _summarized(config)]
+    columns = [set(pd.read_csv(run / PER_QUERY, nrows=0)) for run in runs]
+    return [metric for metric in metrics if all(metric in own for own in columns)]
 
 
 def differences_of(
@@ -74,9 +80,8 @@ def _to(
 ) -> list[Difference]:  # fmt: skip
     others = [config for config in configs if config is not base]
     paired = [paired_difference(_by_run(base, metric), _by_run(other, metric)) for other in others]
-    p_values = [pair.p_value if pair.interval and np.ptp(pair.interval) > _ROUNDING else None for pair in paired]
     differences = []
-    for config, pair, p_value in zip(others, paired, holm(p_values), strict=True):
+    for config, pair, p_value in zip(others, paired, holm([pair.p_value for pair in paired]), strict=True):
         of_queries = (scores[config.label][metric] - scores[base.label][metric]).to_numpy()
         known = np.isfinite(of_queries)
         interval = class_bootstrap(of_queries[known], labels[known])

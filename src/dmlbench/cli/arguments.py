@@ -105,7 +105,8 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     if line.words:
         key = _WORDS.get(name, "configs")
         if key not in keys and not (config_folder() / key).is_dir():
-            raise ConfigError(f"expected key=value, got '{line.words[0]}'. See dmlbench {name} --help.")
+            command = re.sub("^(oodml|study)_", r"\1 ", name)
+            raise ConfigError(f"expected key=value, got '{line.words[0]}'. See dmlbench {command} --help.")
         if len(line.words) > 1 or any(argument.startswith(f"{key}=") for argument in given):
             raise ConfigError(f"{key}: got {', '.join(map(repr, line.words))}, expected one word, given once.")
         given.append(f"{key}={line.words[0]}")
@@ -116,6 +117,7 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
     given = _with_new_keys(given, {key for key, annotation in keys.items() if annotation == dict[str, Any]})
+    given = [_with_all_characters(argument) for argument in given]
     parsed = [_parsed(argument) for argument in given]
     return _of_each_job(given, parsed) if line.is_sweep else given
 
@@ -169,6 +171,18 @@ def _option_of(argument: str) -> str:
         raise ConfigError(f"{argument}: expected the name of one {group}, such as {group}={some}.")
     if equals and has_none:
         return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
+    return argument
+
+
+def _with_all_characters(argument: str) -> str:
+    """The override with its value in quotes if Hydra's grammar lacks a character of it, such as é or ~."""
+    key, _, value = argument.partition("=")
+    if not value or re.search(r"""[\s,=:()\[\]{}'"\\$]""", value):
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return f"{key}={_quoted(value)}"
     return argument
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from hydra.core.utils import JobReturn
 
 from dmlbench.apps import paper_comparison
-from dmlbench.apps.compare_configs import ConfigSummary, build_tables
+from dmlbench.apps.compare_configs import ConfigSummary, asked_columns, build_tables
 from dmlbench.apps.pictures import save_figure
 from dmlbench.apps.plan import Plan, Run, compose_configs, load_inputs, make_plan, one_error
 from dmlbench.apps.time_estimate import measured_times
@@ -146,13 +146,14 @@ def _print_table(
         noted = replace(one, notes=(*one.notes, *notes, *reasons))
         noted.publish(base if len(grouped) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
     if references := table.reproduce.get("references"):
-        _print_references(args, grouped, references, base)
+        _print_references(asked_columns(spec), grouped, references, base)
 
 
 def _print_references(
-    args: Any, grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], references: Sequence[str], base: Path
-) -> None:
-    """Print and write the differences of complete rows from complete reference rows."""
+    asked: Sequence[str], grouped: Mapping[tuple[str, str], Sequence[ConfigSummary]], references: Sequence[str],
+    base: Path,
+) -> None:  # fmt: skip
+    """Print and write the differences of complete rows from complete reference rows in the scores ``asked`` for."""
     from dmlbench.apps import reference_comparison as compared
 
     complete = {dataset: compared.complete_rows(configs) for (dataset, _), configs in grouped.items()}
@@ -164,15 +165,20 @@ def _print_references(
         print(f"{title_of(dataset)}: differences need all runs of {', '.join(references)}, and of one more row")
     if not whole:
         return
+    metrics = compared.compared_metrics([config for configs in whole.values() for config in configs], asked)
+    if absent := [metric for metric in asked if metric not in metrics]:
+        print(f"no differences in {', '.join(absent)}: the runs have no scores of single queries by it")
+    if not metrics:
+        return
     sentences = []
     for dataset, configs in whole.items():
-        for metric, found in compared.differences_of(configs, references, args.metrics).items():
+        for metric, found in compared.differences_of(configs, references, metrics).items():
             title = f"{title_of(dataset)}, {score_named(metric).label}: differences"
             made = compared.reference_table(title, configs, found, metric)
             made.publish(base.with_name(f"{base.name}-{dataset}-{metric}-differences"))
             sentences += [f"{title_of(dataset)}, {sentence}" for sentence in compared.conclusions(found, metric)]
     print("\n".join(sentences))
-    metric = args.metrics[-1]
+    metric = metrics[-1]
     save_figure(compared.score_figure(whole, references, metric), base.with_suffix(".png"))
     save_figure(compared.rank_figure(whole, metric), base.with_name(f"{base.name}-ranks.png"))
     print(f"written: {base.with_suffix('.png')}, {base.with_name(f'{base.name}-ranks.png')}")

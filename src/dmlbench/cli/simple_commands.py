@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command, sub_command
 from dmlbench.config import listed
-from dmlbench.types import ConfigError, DmlbenchError, RunError, check_at_least, check_file_name, counted
+from dmlbench.types import (
+    ConfigError,
+    DmlbenchError,
+    IncompleteConfig,
+    RunError,
+    check_at_least,
+    check_file_name,
+    counted,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from dmlbench.apps.embeddings import Evaluated
@@ -145,7 +153,7 @@ def import_(args: Any) -> None:
 def aggregate(args: Any) -> None:
     from dmlbench.apps.loading import distance_of_run
     from dmlbench.components import component
-    from dmlbench.results.aggregate import IncompleteConfig, aggregate_config
+    from dmlbench.results.aggregate import aggregate_config
     from dmlbench.results.caveats import caveats
     from dmlbench.results.store import find_runs, runs_by_config, without_trials
 

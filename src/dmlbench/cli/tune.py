@@ -1,11 +1,11 @@
 """``dmlbench tune``: search hyperparameters under ``protocol=hpo``, and write the best as a recipe."""
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -216,7 +216,8 @@ def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | Non
             return table, []  # whoever has them writes the recipe
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])}).")
     path, use = _write_recipe(search, best, config_dir)
-    command = f"dmlbench train --config-dir {quote(str(search.folder))} recipe={search.name} {' '.join(use)}"
+    use += _searching(config_dir)
+    command = f"dmlbench train --config-dir {shlex.quote(str(search.folder))} recipe={search.name} {shlex.join(use)}"
     return table, [*(f"written: {each}" for each in [*written, path]), "", f"to train with it: {command}"]
 
 
@@ -249,6 +250,11 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     )  # fmt: skip
 
 
+def _searching(config_dir: Path | None) -> list[str]:
+    """What makes Hydra find the options of ``--config-dir``, too."""
+    return [f"hydra.searchpath=['file://{config_dir.resolve()}']"] if config_dir else []
+
+
 def _write_recipe(search: "Search", best: "Outcome", config_dir: Path | None) -> tuple[Path, list[str]]:
     """Write the recipe and check that it makes the winner's settings; return its file and the overrides beside it."""
     from dmlbench.runner import ComposedRun
@@ -259,9 +265,9 @@ def _write_recipe(search: "Search", best: "Outcome", config_dir: Path | None) ->
     path = search.folder / "recipe" / f"{search.name}.yaml"
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, content.encode())
-    searching = [f"hydra.searchpath=['file://{config_dir.resolve()}']"] if config_dir else []
     with composing(search.folder), quiet("dmlbench.recipes"):
-        made = settings(ComposedRun(composed_run([*in_train([*asked, f"recipe={search.name}"]), *searching])))
+        given = in_train([*asked, f"recipe={search.name}"])
+        made = settings(ComposedRun(composed_run([*given, *_searching(config_dir)])))
     if lost := [key for key in {**winner, **made} if winner.get(key, "absent") != made.get(key, "absent")]:
         raise RunError(
             f"{path} cannot store all settings of the best trial: {', '.join(lost)}. Set these on the command line in "

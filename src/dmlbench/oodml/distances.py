@@ -176,6 +176,10 @@ def _scores(features: Features, part: RetrievalSet, spec: EvaluationSpec) -> dic
     return evaluate(of(part.query), gallery, spec).scores
 
 
+def _width(score: Score) -> int:
+    return max(12, len(score.label) + 2)
+
+
 def frozen(args: Any) -> Iterator[str]:
     """Score the features of ``args.backbone`` on the test half of every split of ``args.splits``."""
     if args.splits is None:
@@ -187,18 +191,18 @@ def frozen(args: Any) -> Iterator[str]:
     table = features.table
     scores = [score_named(name) for name in asked_columns(spec)]
     yield f"{table.name}: {features.measured_by}, as it is"
-    yield f"{'split':>7}  {'distance':>10}" + "".join(f"{score.label:>12}" for score in scores)
+    yield f"{'split':>7}  {'distance':>10}" + "".join(f"{score.label:>{_width(score)}}" for score in scores)
     splits: list[dict[str, Any]] = []
     for split in sorted(file.splits, key=lambda split: split.distance):
         found = _scores(features, RetrievalSet(rows_of_split(split, table)["test"]), spec)
         splits.append({"split": split.name, "distance": split.distance, "scores": found})
-        values = "".join(f"{score.scale * found[score.name]:12.2f}" for score in scores)
+        values = "".join(f"{score.scale * found[score.name]:{_width(score)}.2f}" for score in scores)
         yield f"{split.name:>7}  {split.distance:10.4f}{values}"
     at = [split["distance"] for split in splits]
     areas = {}
     if len(set(at)) > 1:
         areas = {s.name: float(area_under([split["scores"][s.name] for split in splits], at)) for s in scores}
-        yield f"{'AGS':>19}" + "".join(f"{score.scale * areas[score.name]:12.2f}" for score in scores)
+        yield f"{'AGS':>19}" + "".join(f"{score.scale * areas[score.name]:{_width(score)}.2f}" for score in scores)
     yield from (f"note: {note}" for note in features.notes)
     document = {
         "dataset": table.name, "network": features.measured_by, "notes": list(table.notes),

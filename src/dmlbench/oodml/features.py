@@ -103,5 +103,7 @@ def write_output(args: Any, document: dict[str, Any]) -> list[str]:
     """Write a JSON document to ``args.output``, if that is given; return the lines to print."""
     if args.output is None:
         return []
-    write_json(Path(args.output), document)
+    path = Path(args.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, document)
     return [f"written: {args.output}"]

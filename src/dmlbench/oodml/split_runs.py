@@ -13,7 +13,15 @@ from dmlbench.apps.compare_configs import Found, named_configs
 from dmlbench.config import listed, read_config
 from dmlbench.results.caveats import by_row, caveats_of_rows
 from dmlbench.results.config_table import differing_settings
-from dmlbench.results.store import CONFIG, RunInfo, find_runs, read_result, require_own_place
+from dmlbench.results.store import (
+    CONFIG,
+    RunInfo,
+    find_runs,
+    read_result,
+    require_own_place,
+    runs_by_config,
+    without_trials,
+)  # fmt: skip
 from dmlbench.runtime import set_strict_float32
 from dmlbench.types import ConfigError, RunError, check_file_name
 
@@ -79,7 +87,8 @@ def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> li
         )
     if configs is None:
         return [Path(run).absolute() for run in runs]
-    found = [run.path.absolute() for run in find_runs(output_dir, configs) if run.state == "done"]
+    matching = without_trials(runs_by_config(find_runs(output_dir, configs)), configs)
+    found = [run.path.absolute() for runs in matching.values() for run in runs if run.state == "done"]
     if not found:
         raise RunError(f"no complete run under {output_dir} matches '{configs}'. `dmlbench status` lists all runs.")
     return found

@@ -13,7 +13,7 @@ from dmlbench.results.caveats import MOST_RUNS
 from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
 from dmlbench.results.store import RESULT, Coordinates, RunInfo, run_name
 from dmlbench.runtime import read_json, remove_leftovers, write_json
-from dmlbench.types import RunError, shorten
+from dmlbench.types import IncompleteConfig, RunError, shorten
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +21,11 @@ AGGREGATE = "aggregate.json"
 AGGREGATE_SCHEMA = 1
 
 
-class IncompleteConfig(RunError):
-    """A config lacks runs."""
-
-
 _KEYS = {
     *("choices", "dataset_fingerprint", "missing", "n_collections", "n_gallery", "n_query", "n_runs"),
     *("n_runs_not_started", "n_skipped_queries", "raw", "runs_sha256", "scored_on", "scores", "search", "val_is_test"),
 }
-_IF_ANY = ("n_query_published", "imported", "rerank", "training", "backbone_name", "weights_sha256")
+_IF_ANY = ("n_query_published", "imported", "rerank", "training", "weights_sha256")
 """Facts of a config's first run that other runs share and that some results lack."""
 
 

@@ -145,6 +145,10 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
     return mean - half, mean + half
 
 
+_ROUNDING = 1e-9
+"""Standard errors below it are rounding."""
+
+
 def _mean_and_error(scores: Sequence[Sequence[float]]) -> tuple[float, float, int]:
     """Mean over folds, its standard error and degrees of freedom."""
     mean = float(np.mean([np.mean(fold) for fold in scores]))
@@ -199,7 +203,8 @@ class PairedDifference:
         first: mean score of the first config: the mean over repeats in each fold, then the mean over folds.
         second: mean score of the second config, computed in the same way.
         difference: ``second - first``.
-        interval: confidence interval (low, high) of the difference; None if there are too few pairs.
+        interval: confidence interval (low, high) of the difference; None if there are too few pairs, or no seed
+            changes either config.
         p_value: p-value of the two-sided t test that the difference is 0; None without an interval.
         n_pairs: number of pairs, equal to the number of runs of each config.
         over: the variation that the interval covers. If every fold has only one pair of runs, ``over`` is "folds": the
@@ -246,6 +251,9 @@ def paired_difference(
     interval, p_value = confidence_interval(differences, level), None
     if interval is not None:
         mean, error, freedom = _mean_and_error(differences)
-        p_value = float(2 * stdtr(freedom, -abs(mean) / error)) if error else float(mean == 0)
+        if error > _ROUNDING:
+            p_value = float(2 * stdtr(freedom, -abs(mean) / error))
+        else:  # no seed changes either config
+            interval = None
     difference = float(means[1] - means[0])
     return PairedDifference(float(means[0]), float(means[1]), difference, interval, p_value, len(first), over)

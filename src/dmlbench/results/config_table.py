@@ -186,7 +186,7 @@ def _dimension(summary: Mapping[str, Any]) -> int | None:
 
 
 def _network(summary: Mapping[str, Any]) -> tuple[str | None, ...]:
-    return summary["choices"].get("backbone"), summary.get("backbone_name"), summary.get("weights_sha256")
+    return summary["choices"].get("backbone"), summary.get("weights_sha256")
 
 
 def competing(summaries: Sequence[Mapping[str, Any]]) -> tuple[bool, ...]:
@@ -225,7 +225,8 @@ def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
         facts.append(f"{runs}; {spread} of fold models")
     else:
         spread = f"; mean ± population std over {summary.get('spread', 'repeats')}"
-        facts.append(runs + (spread if summary["n_runs"] > 1 else ", hence no std"))
+        has_std = any(one["std"] is not None for scores in summary["scores"].values() for one in scores.values())
+        facts.append(runs + (spread if has_std else ", hence no std"))
     facts += [caveat for caveat in caveats if not caveat.startswith(PARTIAL)]
     searched = queries(summary)
     if summary["n_gallery"] != summary["n_query"]:

@@ -35,7 +35,7 @@ from dmlbench.results.store import (
     run_name,
 )  # fmt: skip
 from dmlbench.runtime import atomic_write, write_json
-from dmlbench.types import RunError, closest, missing_module
+from dmlbench.types import IncompleteConfig, RunError, closest, missing_module
 
 COLLECTIONS = "collections.csv"
 _JOINED = "concatenated_"
@@ -223,6 +223,9 @@ class Collections:
             distances=distances,
             progress=config.progress,
         )
+        for place, fold in enumerate(keys):  # of partial configs, places are no coordinates
+            frame[f"repeat_fold{place}"] = [fold[run][1] for run in frame[f"repeat_fold{place}"]]
+        frame = frame.rename(columns={f"repeat_fold{i}": f"repeat_fold{fold[0][0]}" for i, fold in enumerate(keys)})
         if len(ranked.columns):
             frame = frame.join(ranked)
             columns = [str(name) for name in frame]
@@ -281,13 +284,15 @@ class OverSplits:
         folds = sorted(facts, key=lambda fold: (facts[fold]["distance"], fold))
         distances = [facts[fold]["distance"] for fold in folds]
         if len(set(distances)) < 2:
-            raise RunError(
+            raise IncompleteConfig(
                 f"{config.path}: got splits of {len(set(distances))} distance, expected at least two distances. Run "
                 "other folds."
             )
         repeats = sorted({r for _, r in rows if all((fold, r) in rows for fold in folds)})
         if not repeats:
-            raise RunError(f"{config.path}: no repeat has all of the {len(folds)} splits. Run the missing ones.")
+            raise IncompleteConfig(
+                f"{config.path}: no repeat has all of the {len(folds)} splits. Run the missing ones."
+            )
         rows = {key: row for key, row in rows.items() if key[1] in repeats}  # curves and areas are of the same runs
         names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
         scores: dict[str, Any] = {"AGS": {}, "mean": {}}

@@ -10,22 +10,24 @@ Stored = Mapping[str, Any]
 _SAID = ("optim.lr", "optim.weight_decay", "head.out_features")
 
 
-def shared_settings(configs: Sequence[Stored], changed: Sequence[Mapping[str, str]]) -> str:
+def shared_settings(configs: Sequence[Stored], changed: Sequence[Mapping[str, str]], *, whole: bool = True) -> str:
     """Sentences with the settings that all configs share, and with those that all trained ones share.
 
     Args:
         configs: those of runs made here, without imported ones.
         changed: per config, the settings that differ from their chosen option.
+        whole: the table has no imported rows.
     """
+    rows = "All rows: " if whole else "All rows but imported ones: "
     trained = [config for config in configs if _at(config, "fit.max_steps") != 0]
-    whole = _shared([_backbone], configs)
-    backbone = whole or _shared([_backbone_name], configs)
-    said = (*_SAID, "backbone.frozen_until") if whole else _SAID
+    in_words = _shared([_backbone], configs)
+    backbone = in_words or _shared([_backbone_name], configs)
+    said = (*_SAID, "backbone.frozen_until") if in_words else _SAID
     of_all = [*backbone, *_shared(_OF_MODEL, configs), *_shared_changes(configs, changed, said)]
     of_trained = _shared(_OF_TRAINING, trained)
     if len(trained) == len(configs):
-        return _sentence("All rows: " if len(configs) > 1 else "", of_all + of_trained)
-    return " ".join(filter(None, (_sentence("All rows: ", of_all), _sentence("Trained rows: ", of_trained))))
+        return _sentence(rows if len(configs) > 1 or not whole else "", of_all + of_trained)
+    return " ".join(filter(None, (_sentence(rows, of_all), _sentence("Trained rows: ", of_trained))))
 
 
 def _sentence(rows: str, texts: Sequence[str]) -> str:

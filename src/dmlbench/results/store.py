@@ -207,7 +207,9 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
     if not str(output_dir).strip():
         raise ConfigError("output_dir: got an empty name, expected a folder such as outputs.")
     root = Path(output_dir)
-    pattern = pattern.removeprefix(f"{root}/") if pattern.rstrip("/") != str(root) else "**"
+    whole, folder = (Path(os.path.abspath(path)) for path in (pattern, root))
+    if whole.is_relative_to(folder):
+        pattern = "**" if whole == folder else str(whole.relative_to(folder))
     patterns = [pattern, f"{pattern.rstrip('/')}/*"]
     runs = (run for config_dir in sorted(root.glob("*/*/*")) for run in runs_in(config_dir))
     return [run for run in runs if any(fnmatch(str(run.path.relative_to(root)), each) for each in patterns)]

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure, SubFigure
+from omegaconf import OmegaConf
 
 from dmlbench.apps.loading import load_run
 from dmlbench.apps.pictures import plt
-from dmlbench.config import compose
+from dmlbench.config import compose_run, listed
 from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.experiment import Setup
 from dmlbench.runner import run
@@ -29,16 +30,18 @@ def run_of(args: Any, overrides: Sequence[str]) -> Path:
 
     Its overrides win over ``train`` and ``training`` of the study.
     """
-    own = [str(override) for override in args.training or ()]
+    own = list(map(str, listed(args.training)))
     if wrong := [override for override in own if "=" not in override]:
         raise ConfigError(f"training: got {', '.join(wrong)}, expected overrides such as fit.max_steps=100.")
     paths = [f"paths.{key}='{getattr(args.paths, key)}'" for key in ("output_dir", "data_dir", "cache_dir")]
     rest = [f"base_seed={args.seed}", f"device={args.device}", *paths]
-    return run(compose("train", [*args.train, *own, *overrides, *rest]))
+    cfg, choices = compose_run([*args.train, *own, *overrides, *rest])
+    OmegaConf.update(cfg, "runtime.choices", {key: str(option) for key, option in choices.items() if "/" not in key})
+    return run(cfg)
 
 
 def trained_by(args: Any) -> str:
-    return " ".join([*args.train, *(args.training or ())])
+    return " ".join([*args.train, *map(str, listed(args.training))])
 
 
 def trained_setup(args: Any, overrides: Sequence[str], parts: Parts) -> Setup:

@@ -66,7 +66,11 @@ def conduct(args: Any, parts: Parts) -> Findings:
         given = listed(getattr(args, way))
         if not given:
             raise ConfigError(f"{way}=... is missing. Name run directories of models with {_WAYS[way]} pooling.")
-        runs |= {f"{way} {i}": (way, Path(str(name))) for i, name in enumerate(given)}
+        paths = [Path(str(name)) for name in given]
+        digests = [read_result(path).get("embeddings_sha256", "")[:12] for path in paths]
+        runs |= {
+            f"{way} {i} {digest}": (way, path) for i, (digest, path) in enumerate(zip(digests, paths, strict=True))
+        }
 
     def compute(name: str) -> dict[str, Any]:
         return _of_run(runs[name][1], edges, parts)
@@ -74,7 +78,8 @@ def conduct(args: Any, parts: Parts) -> Findings:
     found = parts.get(list(runs), compute, describe="runs")
     of_ways = {way: [found[name]["recall"] for name, (of, _) in runs.items() if of == way] for way in _WAYS}
     means = {way: pd.DataFrame(recalls, dtype=float).mean().tolist() for way, recalls in of_ways.items()}
-    counts = found["gap 0"]["count"]
+    first = found[next(iter(runs))]
+    counts = first["count"]
     sizes = [f"{100 * low:.0f} to {100 * high:.0f} %" for low, high in pairwise(edges)]
     rows = tuple(
         (size, f"{count:,}", *("–" if np.isnan(means[way][i]) else f"{100 * means[way][i]:.1f}" for way in _WAYS))
@@ -93,7 +98,7 @@ def conduct(args: Any, parts: Parts) -> Findings:
         "ours, are the share of the image within the object's box",
         *dict.fromkeys(f"{OTHER_DATA}{note}" for one in found.values() for note in one["notes"]),
     )
-    title = f"R@1 by the size of the object: {found['gap 0']['dataset']}"
+    title = f"R@1 by the size of the object: {first['dataset']}"
     heads = ("share of the image", "queries", "average pooling, %", "maximum pooling, %")
     return Findings(title, heads, rows, claims, notes, _figure(sizes, means, title))
 

@@ -21,6 +21,8 @@ from dmlbench.types import ConfigError, IntArray, RunError, check_file_name, che
 Float = NDArray[np.float64]
 
 _SCHEMA = 1
+_OF_DEVICE = ("gsp_timing",)
+"""Studies that measure the device."""
 _NO_SETTING = ("name", "device", "paths", "num_workers", "image_cache", "eval_batch_size")
 """Keys of a study's configuration that move no number, or only by rounding."""
 
@@ -113,6 +115,8 @@ def conduct_study(study: str, args: Any, conduct: Callable[[Any, Parts], Finding
     runtime.set_strict_float32()
     base = Path(args.paths.output_dir) / "studies" / args.name
     kept = {key: value for key, value in asdict(args).items() if key not in _NO_SETTING}
+    if study in _OF_DEVICE:
+        kept["device"] = runtime.select_device(args.device).type
     for key in ("root", "cache_dir"):  # the same data may lie elsewhere tomorrow; their fingerprint is bound
         kept.get("dataset", {}).get("table", {}).pop(key, None)
     parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=runtime.select_device(args.device))

@@ -372,7 +372,8 @@ def _stored_score(
         require_own_place(run_dir, result)
         used = flatten(read_config(run_dir / CONFIG)) | result["choices"]
         for key, value in values.items():
-            if key in used and str(used[key]) != str(value):
+            is_none = value is None and str(used.get(key)).lower() == "none"  # of a group, the option none
+            if key in used and str(used[key]) != str(value) and not is_none:
                 other = f"but its run {run_dir} used {used[key]}"
                 raise RunError(f"{what} has {key}={value}, {other}. Search again under another name.")
         data.setdefault(result["dataset_fingerprint"], name)

@@ -116,7 +116,7 @@ def headline(board: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], pai
     a, b = sorted((best, others[0]))
     pair = next((one for one in pairs if (one["a"], one["b"]) == (a, b) and one.get("metric", name) == name), None)
     if pair is None or pair.get("joint") is None:
-        why = pair.get("why", "too few pairs of runs") if pair else "single runs do not have this score"
+        why = pair.get("why", "too few different pairs of runs") if pair else "single runs do not have this score"
         return f"{top} No interval of the paired difference: {why}."
     low, high = pair["joint"] if b == best else [-x for x in reversed(pair["joint"])]
     zero = "includes" if low <= 0 <= high else "excludes"

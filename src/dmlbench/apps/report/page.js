@@ -180,7 +180,7 @@
       xaxis: axis({ title: { text: `${plain(name ? name.label : "")}: config − A` }, zeroline: true, zerolinewidth: 2 }),
       yaxis: axis({ type: "category", tickvals: shown.map(({ i }) => String(i)), ticktext: shown.map(({ i }) => wrapped(labels()[i], 44)) }),
     });
-    const range = (interval) => (interval ? `[${signed(interval[0])}, ${signed(interval[1])}]` : "none: too few pairs");
+    const range = (interval) => (interval ? `[${signed(interval[0])}, ${signed(interval[1])}]` : "none: too few different pairs");
     sorting(at("differences-table"), ["config", "difference from A", "95 % interval", ...(several ? ["joint interval"] : []), "pairs of runs", "over"], lines.map(({ i, found }) => ({
       cells: [cell(labels()[i]), ...(!found || found.why
         ? [cell("–", null), cell(found ? found.why : "single runs do not have this score", null, "words"), ...(several ? [cell("–", null)] : []), cell("–", null), cell("")]
