@@ -36,7 +36,7 @@ def test_gsp_over_mu_in_miniature(tmp_path: Path) -> None:
     findings, _ = conduct_study("gsp_mu", args, gsp_values.over_mu)
     assert [row[0] for row in findings.rows] == ["mu = 0.3", "mu = 1"]
     runs = find_runs(tmp_path)
-    assert len(runs) == 2
+    assert len(runs) == 2 and all("-gsp-" in run.config for run in runs)
     scores = {read_result(run.path)["metrics"]["test"]["map_at_r"] for run in runs}
     parts = read_json(tmp_path / "studies" / "gsp_mu.json")["parts"]
     assert {part["value"]["map_at_r"] for part in parts.values()} == scores

@@ -36,7 +36,8 @@ def run_of(args: Any, overrides: Sequence[str]) -> Path:
     paths = [f"paths.{key}='{getattr(args.paths, key)}'" for key in ("output_dir", "data_dir", "cache_dir")]
     rest = [f"base_seed={args.seed}", f"device={args.device}", *paths]
     cfg, choices = compose_run([*args.train, *own, *overrides, *rest])
-    OmegaConf.update(cfg, "runtime.choices", {key: str(option) for key, option in choices.items() if "/" not in key})
+    named = {key: str(option) for key, option in choices.items() if "/" not in key}
+    OmegaConf.update(cfg, "runtime.choices", named, force_add=True)
     return run(cfg)
 
 
