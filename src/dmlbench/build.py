@@ -28,7 +28,7 @@ from dmlbench.evaluation.embeddings.embed import embed
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.evaluation.search.rerank import Reranker
 from dmlbench.experiment import Data, Experiment, Images, Setup
-from dmlbench.identity import config_sha256, contents, is_untrained, run_sha256, without_added
+from dmlbench.identity import config_sha256, contents, is_untrained, read_table, run_sha256, without_added
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.backbones import ALL, StoredMaps
@@ -66,7 +66,7 @@ def build_fit_settings(cfg: DictConfig, plan: Plan | None = None) -> FitSettings
 
 def build_data(cfg: DictConfig) -> Data:
     """Read the data set, split it and set what ``runtime`` says about classes and images."""
-    table: ImageTable = component(cfg.dataset.table)
+    table = read_table(cfg.dataset.table)
     split = component(cfg.protocol).split(table, fold=cfg.fold)
     index = class_index(table, split.train)
     OmegaConf.update(cfg, "runtime.num_classes", int(index.max()) + 1)
@@ -309,7 +309,8 @@ def build_distance(cfg: DictConfig) -> BaseDistance | None:
     """The initial distance of a configuration's model, built without it; None: Euclidean distance of unit vectors."""
     levels = cfg.head.get("num_levels", 1)
     stand_ins = {"in_features": 1, "in_channels": [1] * levels, "map_sizes": [[1, 2]] * levels}
-    distance = _head(cfg, stand_ins).make_distance()
+    with torch.random.fork_rng(devices=[]):  # whose random weights change no others
+        distance = _head(cfg, stand_ins).make_distance()
     return None if ranks_like_unit_vectors(distance) else distance
 
 

@@ -1,6 +1,7 @@
 """Check a composed configuration before any data is read."""
 
 import dataclasses
+import logging
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ from pytorch_metric_learning.distances import BaseDistance
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.build import build_distance, build_rerank, needs_map_size, takes_directions, takes_distance
-from dmlbench.components import check_components, check_periods, component, declared, imported
+from dmlbench.components import check_components, check_periods, component, declared, imported, parameters_of
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports, check_libraries
 from dmlbench.evaluation.search.rerank import check_shortlist
@@ -19,6 +20,10 @@ from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
 from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, nodes
 
+log = logging.getLogger(__name__)
+
+_STARTS = ("start_step", "feature_delay")
+"""Steps from which a part of a loss or regularizer works."""
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 _COMPONENTS = (
     *("dataset.table", "protocol", "backbone", "tuning", "pooling", "head", "loss", "miner", "sampler", "rerank"),
@@ -79,6 +84,8 @@ def check_values(cfg: DictConfig) -> None:
             "feature_cache=none or tuning=none."
         )
     _check_head(cfg)
+    if is_trained and not _waits_for_data(cfg.fit):
+        _warn_of_late_starts(cfg)
     # What is cheap to make is made: its constructor knows the ranges of its values.
     transforms = (cfg.transform.train, cfg.transform.eval)
     for node in (cfg.fit, cfg.optim, cfg.evaluation, *transforms, cfg.pooling, cfg.tuning):
@@ -118,6 +125,19 @@ def check_values(cfg: DictConfig) -> None:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
 
 
+def _warn_of_late_starts(cfg: DictConfig) -> None:
+    """Warn of parts of the loss that start after the last step."""
+    for group in ("loss", "regularizer"):
+        for path, node in nodes(OmegaConf.to_container(cfg[group], resolve=False) if cfg[group] else {}, group):
+            for key in (key for key in _STARTS if isinstance(node, dict) and key in node):
+                start = OmegaConf.select(cfg, f"{path}.{key}")
+                if isinstance(start, int) and start >= cfg.fit.max_steps:
+                    log.warning(
+                        "%s.%s: got %d with fit.max_steps=%d, so this part never starts. Lower it, or train longer.",
+                        path, key, start, cfg.fit.max_steps,
+                    )  # fmt: skip
+
+
 def _check_head(cfg: DictConfig) -> None:
     """Check the head, and whether the other components work with its distance."""
     head = imported(cfg.head._target_, "head")
@@ -131,6 +151,13 @@ def _check_head(cfg: DictConfig) -> None:
         )
     if not head.pools and cfg.pooling is None:
         raise ConfigError(f"pooling: got null, but {cfg.head._target_} needs a pooling. Choose one of conf/pooling.")
+    if cfg.pooling is not None and cfg.pooling.get("embedding_size", 0) is None:
+        taken = parameters_of(imported(cfg.pooling._target_, "pooling"))[1].get("embedding_size")
+        if type(None) not in get_args(taken):
+            raise ConfigError(
+                f"pooling.embedding_size: got null, but {cfg.pooling._target_} needs the size of the embedding. Set "
+                "head.out_features, or pooling.embedding_size to the channels of the map."
+            )
     option = cfg.runtime.get("choices", {}).get("head")
     # An experiment may set the init of its trained heads, which other heads would take over.
     if option in ("identity", *get_args(ClosedForm)) and cfg.head.init != option:

@@ -171,8 +171,8 @@ def parameters_of(target: Any) -> tuple[dict[str, inspect.Parameter], dict[str, 
 
 
 def _type_of(default: Any) -> Any:
-    """What a parameter without an annotation takes, by its default: a number for a number."""
-    kinds = {bool: bool, int: float, float: float, str: str}
+    """What a parameter without an annotation takes, by its default: a number for a number. Text may stand for one."""
+    kinds = {bool: bool, int: float, float: float, str: str | float}
     return kinds[type(default)] | None if type(default) in kinds else Any
 
 

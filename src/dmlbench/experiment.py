@@ -146,7 +146,8 @@ class Setup:
         for batch in self.batches(self.data.split.train):
             with autocast(self.device, self.settings.precision):
                 rows = model.projection_inputs(batch.images.to(self.device))
-            moments.add(rows, torch.from_numpy(self.data.class_index)[batch.labels])
+            labels = torch.from_numpy(self.data.class_index)[batch.labels]
+            moments.add(rows, labels.repeat_interleave(len(rows) // len(labels)))  # a pooling may have several vectors
         model.projection.fit(moments)
 
 

@@ -21,9 +21,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.components import component
+from dmlbench.data.image_table import identified
 from dmlbench.results import store
 from dmlbench.runtime import cached_sha256
-from dmlbench.types import DataError, RunError, flatten, leaves
+from dmlbench.types import DataError, ImageTable, RunError, flatten, leaves
 
 log = logging.getLogger(__name__)
 
@@ -276,11 +277,15 @@ def _by_content(node: Any, content: Mapping[str, str], prefix: str = "") -> Any:
     return content.get(prefix, node)
 
 
+def read_table(node: Any) -> ImageTable:
+    """Read the data set of a table's node."""
+    return identified(component(node))
+
+
 @functools.cache
 def _fingerprint(table: str) -> str:
     """Fingerprint of the data set of a resolved node, given as JSON."""
-    fingerprint: str = component(OmegaConf.create(json.loads(table))).fingerprint
-    return fingerprint
+    return read_table(OmegaConf.create(json.loads(table))).fingerprint
 
 
 def _user_code(modules: set[str]) -> dict[str, str]:

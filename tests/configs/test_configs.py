@@ -403,6 +403,29 @@ def test_a_row_without_training_is_not_trained_by_an_experiments_length() -> Non
         check(cfg)
 
 
+@pytest.mark.parametrize("pooling", ["gsp", "gsop", "transformer"])
+def test_a_pooling_that_needs_the_size_of_the_embedding_says_so(pooling: str) -> None:
+    cfg = composed(f"pooling={pooling}", "head=identity", "fit=untrained")
+    with pytest.raises(ConfigError, match=r"pooling.embedding_size: got null, but .* needs the size of the embedding"):
+        check(cfg)
+
+
+def test_parts_that_start_after_the_last_step_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    check(composed("loss=xbm", "loss.start_step=10"))
+    assert not caplog.records
+    check(composed("loss=xbm", "regularizer=s2sd"))
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        "loss.start_step: got 2000 with fit.max_steps=300, so this part never starts. Lower it, or train longer."
+        in said
+    )
+    assert any(text.startswith("regularizer.s2sd.feature_delay: got 1000") for text in said)
+
+
+def test_text_by_default_may_be_a_number() -> None:
+    check(composed("loss=triplet", "loss.triplets_per_anchor=10"))
+
+
 def test_a_head_in_closed_form_has_the_weights_of_its_name() -> None:
     cfg = compose("train", ["experiment=last_blocks", "head=learned_whitening", "fit=untrained", "hydra.mode=RUN"])
     OmegaConf.update(cfg, "runtime.choices.head", "learned_whitening", force_add=True)  # the experiment sets init=pca

@@ -6,7 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmlbench.data.image_table import Listing, Published, file_contents, fingerprint, rows_of_classes, table_of
+from dmlbench.data.image_table import (
+    Listing,
+    Published,
+    file_contents,
+    fingerprint,
+    identified,
+    rows_of_classes,
+    table_of,
+)  # fmt: skip
 from dmlbench.types import DataError
 
 PATHS = ("a/1", "a/2", "b/1", "c/1", "c/2")
@@ -69,6 +77,19 @@ def test_files_are_sorted_and_classes_without_images_left_out(tmp_path: Path) ->
         assert table.role.tolist() == ["train"] * 3 + ["test"] * 2
         assert table.super_labels is not None and table.super_labels.tolist() == [7, 7, 8, 9, 9]
         assert rows_of_classes(table, [0, 2]).tolist() == [0, 1, 3, 4]
+
+
+def test_a_table_without_a_fingerprint_gets_one_of_its_images_and_their_order(tmp_path: Path) -> None:
+    table = table_of(small_listing(tmp_path), published=None)
+    assert identified(table) is table
+    own = replace(table, fingerprint="")
+    pixels = np.arange(5 * 4, dtype=np.uint8).reshape(5, 2, 2)
+    others = [
+        *(own, replace(own, paths=own.paths[::-1]), replace(own, labels=own.labels[::-1])),
+        *(replace(own, root="", pixels=values) for values in (pixels, pixels + 1)),
+    ]
+    assert len({identified(other).fingerprint for other in others}) == len(others)
+    assert identified(own).fingerprint == identified(own).fingerprint
 
 
 def test_counts_are_compared_by_role(tmp_path: Path) -> None:

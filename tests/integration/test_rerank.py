@@ -129,6 +129,13 @@ def test_a_kill_before_the_test_is_made_up_for(tmp_path: Path, monkeypatch: pyte
     assert (run / "result.json").read_bytes() == written
 
 
+def test_making_the_distance_changes_no_random_numbers(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "rerank=diml")
+    before = torch.get_rng_state()
+    build.build_rerank(cfg)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

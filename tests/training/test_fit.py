@@ -192,6 +192,7 @@ def test_a_schedule_that_rests_in_warm_up_starts_after_it(tmp_path) -> None:
         ([0.5, 0.505, 0.506], {"patience": 2, "min_improvement": 0.01}, ("early_stopping", 15, 5)),
         ([0.1, 0.2, 0.3], {"max_steps": 12}, ("max_steps", 12, 12)),  # the last step is off the interval
         ([0.5, 0.301, 0.3], {"collapse_ratio": 0.6}, ("collapse", 15, 5)),  # gedml 0.2.2, base_manager.py:297
+        ([0.0, -0.2, 0.1, 0.2], {"collapse_ratio": 0.6}, ("collapse", 10, 5)),  # the best so far is no collapse
     ],
 )
 def test_ends_of_trainings(tmp_path, scores: list[float], settings: dict[str, Any], expected: tuple[Any, ...]) -> None:

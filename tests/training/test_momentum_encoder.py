@@ -95,6 +95,21 @@ def test_weights_follow_and_all_else_is_the_models() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_prototypes_are_those_of_the_model_until_they_have_started() -> None:
+    torch.manual_seed(0)
+    model = SmallModel(Gsp(4, 3, memory_rows=16))
+    follower = MomentumEncoder(model, 0.9)
+    for step in (1, 2):
+        model.observe(model(images_of(step)), step=step)
+        follower.update()
+        assert model.pooling.started == (step == 2)
+        assert torch.equal(follower.state_dict()["pooling.prototypes"], model.pooling.prototypes)
+    with torch.no_grad():
+        model.pooling.prototypes += 1
+    follower.update()
+    assert not torch.equal(follower.state_dict()["pooling.prototypes"], model.pooling.prototypes)
+
+
 @pytest.mark.parametrize("forward_batch", [None, 3])
 def test_the_objective_gets_keys_of_the_second_views(forward_batch: int | None) -> None:
     torch.manual_seed(0)
@@ -137,6 +152,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path, changes: dic
 def test_momentum_0_copies_and_1_stays(momentum: float) -> None:
     torch.manual_seed(0)
     model = fresh_model()
+    model.observe(model(images_of(0)), step=1)  # the prototypes start
     follower, before = MomentumEncoder(model, momentum), copy.deepcopy(dict(model.named_parameters()))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,7 +16,7 @@ from dmlbench.config import as_config, to_yaml
 from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.identity import config_sha256, run_sha256
+from dmlbench.identity import config_sha256, read_table, run_sha256
 from dmlbench.results import store
 from dmlbench.results.caveats import UNKNOWN
 from dmlbench.results.config_table import IMPORTED
@@ -83,7 +83,7 @@ def import_config(args: Any) -> Imported:
             f"{len(missing)} of the {len(coordinates)} files of protocol '{protocol.name}' are missing, such as "
             f"{files[missing[0]]['embeddings']}. Add them, correct the pattern, or set allow_partial=true."
         )
-    table: ImageTable = component(args.dataset["table"])
+    table = read_table(args.dataset["table"])
     spec: EvaluationSpec = component(args.evaluation)
     name = f"{args.name}-imported-{config_sha256(as_config(_identity(args)))[:8]}"
     config = Path(args.paths.output_dir) / str(args.dataset["name"]) / protocol.name / name

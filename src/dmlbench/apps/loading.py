@@ -28,7 +28,7 @@ from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.experiment import Setup
 from dmlbench.external_files import Schema, load_yaml, validated
-from dmlbench.identity import changed_code
+from dmlbench.identity import changed_code, read_table
 from dmlbench.models.backbones import Backbone
 from dmlbench.models.net import MetricModel
 from dmlbench.results.store import CONFIG, DISTANCE, read_result, require_own_files
@@ -89,7 +89,7 @@ def table_of_run(run_dir: Path, result: Mapping[str, Any]) -> ImageTable:
     """The data set of a run with its result, or its aggregate."""
     config = read_config(run_dir / CONFIG)
     require_modules(config, ("dataset",))
-    table: ImageTable = component(config["dataset"]["table"])
+    table = read_table(config["dataset"]["table"])
     _require_data_of(result, table)
     return table
 

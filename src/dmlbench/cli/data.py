@@ -11,6 +11,7 @@ from typing import Any
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command
 from dmlbench.config import config_folders, key_of, listed
+from dmlbench.identity import read_table
 from dmlbench.types import ConfigError, DataError, ImageTable, closest, counted
 
 _COMMANDS = ("list", "stats", "verify", "prepare")
@@ -81,7 +82,6 @@ def _list(args: Any, config_dir: Path | None) -> None:
 
 def _load(args: Any, name: str) -> ImageTable:
     """Read and describe a data set; where it is not there at all, the error also says how to get it."""
-    from dmlbench.components import component
     from dmlbench.data.preparation.catalog import SOURCES
     from dmlbench.data.preparation.verify import described
 
@@ -96,7 +96,7 @@ def _load(args: Any, name: str) -> ImageTable:
                 f"{error}\n  `dmlbench data prepare {name}` {how}. By hand: {source.by_hand}.\n"
                 f"  Terms: {source.terms}. Cite: {source.citation}."
             ) from None
-    table: ImageTable = component(args.dataset["table"])
+    table = read_table(args.dataset["table"])
     print("\n".join(described(table)))
     return table
 

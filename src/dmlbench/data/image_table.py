@@ -164,6 +164,18 @@ def table_of(
     )
 
 
+def identified(table: ImageTable) -> ImageTable:
+    """The table; a user's table without a fingerprint gets one, by the order of its rows."""
+    if table.fingerprint:
+        return table
+    names = [f"{row}\t{path}" for row, path in enumerate(table.paths)]
+    if table.pixels is not None:
+        content: IntArray | str = hashlib.sha256(table.pixels.tobytes()).hexdigest()
+    else:
+        content = file_contents(table.root, table.paths, name=table.name)
+    return replace(table, fingerprint=fingerprint(names, content, table.labels, table.role))
+
+
 def counts_by_role(labels: IntArray, role: NDArray[np.str_]) -> dict[str, tuple[int, int]]:
     """Role -> (images, classes) of the roles that occur, in the order of ``ROLES``."""
     rows_of = {part: role == part for part in ROLES}

@@ -16,6 +16,7 @@ from dmlbench import build
 from dmlbench.apps.loading import load_run
 from dmlbench.components import component
 from dmlbench.config import read_config
+from dmlbench.identity import read_table
 from dmlbench.oodml.frechet import Float
 from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.results.store import CONFIG
@@ -42,7 +43,7 @@ class Features:
 def features_of(args: Any) -> Features:
     """Compute features of ``args.dataset`` by ``args.backbone``, or by the trained backbone of ``args.run``."""
     set_strict_float32()
-    table: ImageTable = component(args.dataset["table"])
+    table = read_table(args.dataset["table"])
     device = select_device(args.device)
     if args.run is not None:
         setup = load_run(Path(args.run), {"num_workers": args.num_workers}, device=args.device)

@@ -17,6 +17,7 @@ from dmlbench.apps.pictures import plt
 from dmlbench.components import component
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
+from dmlbench.identity import read_table
 from dmlbench.papers import load_table
 from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import seed_everything
@@ -37,7 +38,7 @@ def conduct(args: Any, parts: Parts) -> Findings:
     names = [str(name) for name in args.poolings]
     if len(names) < 2 or not set(names) <= set(args.known):
         raise ConfigError(f"poolings: got {', '.join(names)}, expected two or more of {', '.join(args.known)}.")
-    table: ImageTable = component(args.dataset["table"])
+    table = read_table(args.dataset["table"])
     parts.bind(data=table.fingerprint)
 
     def compute(_: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class FitResult:
         self.validations_without_improvement = 0 if is_better else self.validations_without_improvement + 1
         if settings.patience and self.validations_without_improvement >= settings.patience:
             self.stop_reason = "early_stopping"
-        elif settings.collapse_ratio and score <= settings.collapse_ratio * self.best_score:
+        elif settings.collapse_ratio and not is_better and score <= settings.collapse_ratio * self.best_score:
             self.stop_reason = "collapse"
         return is_better
 

@@ -98,7 +98,7 @@ def test_each_image_s_seed_decides_alone() -> None:
     assert len(np.unique(transform.plan(np.tile(sizes[:1], (99, 1)), SEEDS[:99]).boxes, axis=0)) == 99
 
 
-def test_an_own_transform_is_decided_by_each_image_s_seed() -> None:
+def test_an_own_transform_is_decided_by_each_image_s_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     jitter = v2.ColorJitter(brightness=0.5, hue=0.3)
     transform = random_resized_crop(**MLRC, augment=jitter)
     images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
@@ -108,6 +108,8 @@ def test_an_own_transform_is_decided_by_each_image_s_seed() -> None:
     for i in range(3):
         torch.manual_seed(SEEDS[i])
         assert torch.equal(whole[i], jitter(images[i]))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the generator of GPUs was seeded"))
+    assert torch.equal(transform.augmented(images, SEEDS[:3]), whole)
     assert random_resized_crop(**MLRC).augmented(images, SEEDS[:3]) is images
     grey = random_resized_crop(**MLRC, augment=v2.Grayscale(1))
     with pytest.raises(ConfigError, match=r"augment: got torch\.uint8 \(1, 8, 8\), expected uint8 \(3, 8, 8\)"):

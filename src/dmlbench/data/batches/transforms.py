@@ -89,7 +89,7 @@ class CropTransform:
         found = []
         with torch.random.fork_rng(devices=[]):
             for image, seed in zip(images, seeds, strict=True):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)  # not those of GPUs
                 out = self.augment(image)
                 if not isinstance(out, Tensor) or (out.dtype, out.shape) != (image.dtype, image.shape):
                     got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
