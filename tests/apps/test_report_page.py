@@ -132,7 +132,9 @@ def test_scores_are_those_of_the_table(configs: list[ConfigSummary], content: di
         configs[[c.label for c in configs].index("gsp_small")].settings["pooling.num_prototypes"] == "8 (given by hand)"
     )
     shared = content["groups"][0]["shared"]
-    assert shared.startswith("All rows: resnet20_small backbone (random initial weights), 32 x 32 pixels, ")
+    assert shared.startswith(
+        "All rows but imported ones: resnet20_small backbone (random initial weights), 32 x 32 pixels, "
+    )
     assert " Trained rows: contrastive loss, batches of 4 classes x 2 images, " in shared
 
 

@@ -61,16 +61,13 @@ def conduct(args: Any, parts: Parts) -> Findings:
     edges = [float(edge) for edge in args.edges]
     if edges != sorted(set(edges)) or len(edges) < 2 or (edges[0], edges[-1]) != (0.0, 1.0):
         raise ConfigError(f"edges: got {edges}, expected numbers that ascend from 0 to 1, such as [0,0.2,0.4,1].")
-    runs: dict[str, tuple[str, Path]] = {}
-    for way in _WAYS:
-        given = listed(getattr(args, way))
-        if not given:
-            raise ConfigError(f"{way}=... is missing. Name run directories of models with {_WAYS[way]} pooling.")
-        paths = [Path(str(name)) for name in given]
-        digests = [read_result(path).get("embeddings_sha256", "")[:12] for path in paths]
-        runs |= {
-            f"{way} {i} {digest}": (way, path) for i, (digest, path) in enumerate(zip(digests, paths, strict=True))
-        }
+    given = {way: [Path(str(name)) for name in listed(getattr(args, way))] for way in _WAYS}
+    for way in (way for way in _WAYS if not given[way]):
+        raise ConfigError(f"{way}=... is missing. Name run directories of models with {_WAYS[way]} pooling.")
+    runs = {
+        f"{way} {i} {read_result(path).get('embeddings_sha256', '')[:12]}": (way, path)
+        for way, paths in given.items() for i, path in enumerate(paths)
+    }  # fmt: skip
 
     def compute(name: str) -> dict[str, Any]:
         return _of_run(runs[name][1], edges, parts)
