@@ -85,7 +85,7 @@ def check_values(cfg: DictConfig) -> None:
         )
     _check_head(cfg)
     if is_trained and not _waits_for_data(cfg.fit):
-        _warn_of_late_starts(cfg)
+        _warn_of_late_starts(cfg, container)
     # What is cheap to make is made: its constructor knows the ranges of its values.
     transforms = (cfg.transform.train, cfg.transform.eval)
     for node in (cfg.fit, cfg.optim, cfg.evaluation, *transforms, cfg.pooling, cfg.tuning):
@@ -125,10 +125,10 @@ def check_values(cfg: DictConfig) -> None:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
 
 
-def _warn_of_late_starts(cfg: DictConfig) -> None:
+def _warn_of_late_starts(cfg: DictConfig, container: dict[Any, Any]) -> None:
     """Warn of parts of the loss that start after the last step."""
     for group in ("loss", "regularizer"):
-        for path, node in nodes(OmegaConf.to_container(cfg[group], resolve=False) if cfg[group] else {}, group):
+        for path, node in nodes(container[group], group):
             for key in (key for key in _STARTS if isinstance(node, dict) and key in node):
                 start = OmegaConf.select(cfg, f"{path}.{key}")
                 if isinstance(start, int) and start >= cfg.fit.max_steps:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,20 @@ def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
     """A run's configuration outside of its command, and the option that each group has."""
     cfg = compose("train", overrides, with_hydra=True)
     choices = {**cfg.hydra.runtime.choices, **cfg.runtime.recipe.get("chosen", {})}
+    named = {group: str(option) for group, option in choices.items() if "/" not in group}
+    OmegaConf.update(cfg, "runtime.choices", named, force_add=True)
     return without_hydra(cfg), choices
 
 
 def arguments_of(cfg: DictConfig) -> Any:
     """A command's composed configuration as plain values: a dataclass of its YAML's keys (see ``schema_of``)."""
     return OmegaConf.to_object(cfg)
+
+
+def table_node(dataset: str, paths: "PathsConfig") -> dict[str, Any]:
+    """The node of a data set's table by the name of its option."""
+    cfg = OmegaConf.merge(compose("train", [f"dataset={dataset}"]), {"paths": asdict(paths)})
+    return OmegaConf.to_container(cfg.dataset.table, resolve=True)  # type: ignore[return-value]
 
 
 def key_of(override: str) -> str:

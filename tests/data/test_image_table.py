@@ -14,7 +14,7 @@ from dmlbench.data.image_table import (
     identified,
     rows_of_classes,
     table_of,
-)  # fmt: skip
+)
 from dmlbench.types import DataError
 
 PATHS = ("a/1", "a/2", "b/1", "c/1", "c/2")

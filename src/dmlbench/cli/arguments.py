@@ -1,6 +1,7 @@
 """Parse a command line: options, words, overrides in Hydra's grammar, and components named by ``_target_`` alone."""
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import types
@@ -117,9 +118,9 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
     given = _with_new_keys(given, {key for key, annotation in keys.items() if annotation == dict[str, Any]})
-    given = [_with_all_characters(argument) for argument in given]
     parsed = [_parsed(argument) for argument in given]
-    return _of_each_job(given, parsed) if line.is_sweep else given
+    given = [argument for argument, _ in parsed]
+    return _of_each_job(given, [override for _, override in parsed]) if line.is_sweep else given
 
 
 def in_train(given: Sequence[str], *, is_grid: bool = False) -> list[str]:
@@ -174,22 +175,16 @@ def _option_of(argument: str) -> str:
     return argument
 
 
-def _with_all_characters(argument: str) -> str:
-    """The override with its value in quotes if Hydra's grammar lacks a character of it, such as é or ~."""
-    key, _, value = argument.partition("=")
-    if not value or re.search(r"""[\s,=:()\[\]{}'"\\$]""", value):
-        return argument
+def _parsed(argument: str) -> tuple[str, Override]:
+    """The override as text and parsed; its value gets quotes if Hydra's grammar lacks a character of it: é, ~."""
+    parser = OverridesParser.create()
     try:
-        OverridesParser.create().parse_override(argument)
+        return argument, parser.parse_override(argument)
     except HydraException:
-        return f"{key}={_quoted(value)}"
-    return argument
-
-
-def _parsed(argument: str) -> Override:
-    try:
-        return OverridesParser.create().parse_override(argument)
-    except HydraException:
+        key, _, value = argument.partition("=")
+        if value and not re.search(r"""[\s,=:()\[\]{}'"\\$]""", value):
+            with contextlib.suppress(HydraException):
+                return (quoted := f"{key}={_quoted(value)}"), parser.parse_override(quoted)
         raise ConfigError(
             f"cannot parse {argument}: expected key=value. Quote values that have any of ,=:()[]{{}}."
         ) from None

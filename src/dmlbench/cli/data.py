@@ -11,7 +11,6 @@ from typing import Any
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command
 from dmlbench.config import config_folders, key_of, listed
-from dmlbench.identity import read_table
 from dmlbench.types import ConfigError, DataError, ImageTable, closest, counted
 
 _COMMANDS = ("list", "stats", "verify", "prepare")
@@ -84,6 +83,7 @@ def _load(args: Any, name: str) -> ImageTable:
     """Read and describe a data set; where it is not there at all, the error also says how to get it."""
     from dmlbench.data.preparation.catalog import SOURCES
     from dmlbench.data.preparation.verify import described
+    from dmlbench.identity import read_table
 
     source = SOURCES.get(name)
     if source is not None and "root" in args.dataset["table"]:

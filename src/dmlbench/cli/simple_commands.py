@@ -24,7 +24,7 @@ from dmlbench.types import (
     check_at_least,
     check_file_name,
     counted,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from dmlbench.apps.embeddings import Evaluated

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from scipy.stats import spearmanr
 
 from dmlbench import build
 from dmlbench.apps.compare_configs import asked_columns
 from dmlbench.apps.loading import load_run
 from dmlbench.components import component
-from dmlbench.config import compose, config_folder, listed, read_config
+from dmlbench.config import config_folder, listed, read_config, table_node
 from dmlbench.data.protocols import Conventional
 from dmlbench.data.split_file import SplitFile, read_splits, rows_of_split
 from dmlbench.evaluation.evaluate import evaluate
@@ -92,8 +91,7 @@ def _between(args: Any) -> tuple[list[str], dict[str, Any]]:
         raise ConfigError(f"over: got {args.over}, expected class_means with train=<data set>.")
     files = {path.stem: path for path in (config_folder() / "dataset").glob("*.yaml")}
     check_choice("train", str(args.train), list(files))
-    option = OmegaConf.merge(compose("train", [f"dataset={args.train}"]), {"paths": dataclasses.asdict(args.paths)})
-    other = dataclasses.replace(args, dataset={"table": OmegaConf.to_container(option.dataset.table, resolve=True)})
+    other = dataclasses.replace(args, dataset={"table": table_node(args.train, args.paths)})
     first, second = features_of(other), features_of(args)
     train, test = (
         _class_means(features, np.flatnonzero(np.isin(features.table.labels, halves_of(features.table)[half])))

@@ -1,6 +1,5 @@
 """Complete runs over train-test splits, grouped by data set and protocol, and what is written of them."""
 
-import logging
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +20,9 @@ from dmlbench.results.store import (
     require_own_place,
     runs_by_config,
     without_trials,
-)  # fmt: skip
+)
 from dmlbench.runtime import set_strict_float32
 from dmlbench.types import ConfigError, RunError, check_file_name
-
-log = logging.getLogger(__name__)
 
 Group = tuple[str, str]
 """Data set and protocol."""

@@ -34,6 +34,8 @@ from dmlbench.results.store import Coordinates, run_name
 from dmlbench.types import ConfigError, RunError
 
 MAX_COLLECTIONS = 2**14
+_ROUNDING = 1e-9
+"""Standard errors below it are rounding."""
 
 
 def collections(
@@ -143,10 +145,6 @@ def confidence_interval(scores: Sequence[Sequence[float]], level: float = 0.95) 
     mean, error, freedom = _mean_and_error(scores)
     half = float(stdtrit(freedom, (1 + level) / 2)) * error
     return mean - half, mean + half
-
-
-_ROUNDING = 1e-9
-"""Standard errors below it are rounding."""
 
 
 def _mean_and_error(scores: Sequence[Sequence[float]]) -> tuple[float, float, int]:

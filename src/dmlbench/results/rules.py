@@ -33,7 +33,7 @@ from dmlbench.results.store import (
     require_own_files,
     require_tested,
     run_name,
-)  # fmt: skip
+)
 from dmlbench.runtime import atomic_write, write_json
 from dmlbench.types import IncompleteConfig, RunError, closest, missing_module
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure, SubFigure
-from omegaconf import OmegaConf
 
 from dmlbench.apps.loading import load_run
 from dmlbench.apps.pictures import plt
@@ -35,10 +34,7 @@ def run_of(args: Any, overrides: Sequence[str]) -> Path:
         raise ConfigError(f"training: got {', '.join(wrong)}, expected overrides such as fit.max_steps=100.")
     paths = [f"paths.{key}='{getattr(args.paths, key)}'" for key in ("output_dir", "data_dir", "cache_dir")]
     rest = [f"base_seed={args.seed}", f"device={args.device}", *paths]
-    cfg, choices = compose_run([*args.train, *own, *overrides, *rest])
-    named = {key: str(option) for key, option in choices.items() if "/" not in key}
-    OmegaConf.update(cfg, "runtime.choices", named, force_add=True)
-    return run(cfg)
+    return run(compose_run([*args.train, *own, *overrides, *rest])[0])
 
 
 def trained_by(args: Any) -> str:

@@ -62,7 +62,8 @@ def conduct(args: Any, parts: Parts) -> Findings:
     if edges != sorted(set(edges)) or len(edges) < 2 or (edges[0], edges[-1]) != (0.0, 1.0):
         raise ConfigError(f"edges: got {edges}, expected numbers that ascend from 0 to 1, such as [0,0.2,0.4,1].")
     given = {way: [Path(str(name)) for name in listed(getattr(args, way))] for way in _WAYS}
-    for way in (way for way in _WAYS if not given[way]):
+    if missing := [way for way in _WAYS if not given[way]]:
+        way = missing[0]
         raise ConfigError(f"{way}=... is missing. Name run directories of models with {_WAYS[way]} pooling.")
     runs = {
         f"{way} {i} {read_result(path).get('embeddings_sha256', '')[:12]}": (way, path)

@@ -114,12 +114,13 @@ def conduct_study(study: str, args: Any, conduct: Callable[[Any, Parts], Finding
     check_file_name(args.name)
     runtime.set_strict_float32()
     base = Path(args.paths.output_dir) / "studies" / args.name
+    device = runtime.select_device(args.device)
     kept = {key: value for key, value in asdict(args).items() if key not in _NO_SETTING}
     if study in _OF_DEVICE:
-        kept["device"] = runtime.select_device(args.device).type
+        kept["device"] = device.type
     for key in ("root", "cache_dir"):  # the same data may lie elsewhere tomorrow; their fingerprint is bound
         kept.get("dataset", {}).get("table", {}).pop(key, None)
-    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=runtime.select_device(args.device))
+    parts = Parts(base.with_name(f"{base.name}.json"), study, kept, device=device)
     findings = conduct(args, parts)
     parts.finish(findings)
     runtime.remove_leftovers(base.parent)

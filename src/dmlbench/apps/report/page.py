@@ -93,7 +93,7 @@ class DrawnQueries:
 
 def drawn_queries(shown: Sequence[ConfigSummary], count: int) -> DrawnQueries:
     """Draw enough queries to choose ``count``; those without another image of their class are left out."""
-    total = len(load_embeddings(shown[0].complete[0] / EMBEDDINGS).queries)
+    total = read_result(shown[0].complete[0])["n_query"]  # of the run whose queries are drawn
     drawn = np.asarray(generator("report", total).permutation(total)[: DRAWN_FOR_EACH * count])
     some, searched, _ = _nearest(shown[0], drawn, 1)
     positive = (searched.labels[None] == some.labels[:, None]) & (searched.ids[None] != some.ids[:, None])
