@@ -84,6 +84,8 @@ def check_values(cfg: DictConfig) -> None:
             "feature_cache=none or tuning=none."
         )
     _check_head(cfg)
+    if cfg.regularizer is not None:
+        _waits_for_data(cfg.regularizer)  # raises if it takes a value that the pooling does not have
     if is_trained and not _waits_for_data(cfg.fit):
         _warn_of_late_starts(cfg, container)
     # What is cheap to make is made: its constructor knows the ranges of its values.

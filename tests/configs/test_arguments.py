@@ -42,6 +42,8 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["optm.lr=1"], "no key 'optm': did you mean 'optim'? Known: "),
         (["fold="], "fold: got '', expected a whole number.\n"),
         (["fit.max_steps=${epoch:4}"], "got ${epoch:4}, expected a value, ${<key>} or ${epochs:<number>}."),
+        (["fit.max_steps=${head.outfeatures}"], "which has no value: did you mean 'head.out_features'?"),
+        (["regularizer=xml_recursive"], "num_prototypes: got ${pooling.num_prototypes}, which has no value: dmlbench."),
         (["paths.output_dir="], "paths.output_dir: got '', expected a folder"),
     ],
 )

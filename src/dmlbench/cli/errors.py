@@ -171,6 +171,8 @@ def explain(error: Exception) -> str:
         node = OmegaConf.select(cause.parent_node._get_root(), prefix) if prefix else None
         if wrong and isinstance(node, DictConfig):
             nearest = closest(name, [str(each) for each in node], prefix=f"{prefix}.")
+            if "_target_" in node and not nearest.startswith("did you mean"):
+                nearest = f"{node['_target_']} has no {name}. Choose another {prefix}, or write a value."
             return f"{cause.full_key}: got ${{{wrong[1]}}}, which has no value: {nearest}"
     if isinstance(cause, UnsupportedInterpolationType) and isinstance(cause.parent_node, DictConfig):
         given: Any = OmegaConf.to_container(cause.parent_node, resolve=False)
