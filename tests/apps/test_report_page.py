@@ -200,6 +200,11 @@ def test_the_headline_of_two_configs(means: tuple[float | None, ...], pair: dict
     metrics = [{"name": "p_at_1", "label": "P@1"}, {"name": "map_at_r", "label": "MAP@R"}]
     assert numbers.headline(board, metrics, pairs) == expected
     assert numbers.headline({**board, "main": None}, metrics, pairs) == ""
+    columns = [{**column, "kind": "best"} for column in board["columns"]]
+    if None not in means:
+        best = expected.partition(". ")[0].replace("(mean)", "(best)")
+        why = "No interval of the paired difference: pairs of runs are compared by their mean, not by best."
+        assert numbers.headline({**board, "columns": columns}, metrics, pairs) == f"{best}. {why}"
 
 
 def test_curves_have_names_in_words() -> None:

@@ -115,6 +115,12 @@ def test_runs_over_splits_are_scored_over_their_distance(folder: Path, capsys: p
     assert summary["n_query"] == sum(result["n_query"] for result in results[::2])
     assert [own["distance"] for own in summary["by_split"]] == distances
     assert summary["by_split"][1]["scores"]["recall_at_1"]["mean"] == pytest.approx(recall[1].mean(), abs=1e-15)
+    without = aggregate_config(
+        [one for one in runs if one.path.name != "fold2_rep1"], allow_partial=True, progress=False
+    )
+    assert (without["n_runs"], without["n_runs_expected"]) == (3, 6)
+    assert without["missing"] == ["fold0_rep1", "fold1_rep1", "fold2_rep1"]
+    assert without["scores"]["AGS"]["recall_at_1"]["mean"] == pytest.approx(areas[0], abs=1e-15)
     assert dmlbench("oodml", "scores", *places(folder)[:1], "metrics=recall_at_1,map_at_r", "name=letters") == 0
     printed = capsys.readouterr().out
     assert f"1 ({distances[0]:.1f})" in printed

@@ -14,7 +14,7 @@ from dmlbench.evaluation.embeddings.embed import load_embeddings, save_embedding
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.metrics.registry import DEFAULT_METRICS
 from dmlbench.evaluation.spec import EvaluationSpec
-from dmlbench.results.aggregate import AGGREGATE, aggregate_config, is_current, read_aggregate
+from dmlbench.results.aggregate import AGGREGATE, aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.caveats import caveats
 from dmlbench.results.collections import collections
 from dmlbench.results.rules import COLLECTIONS, RULES, SCORES, rule_named, scores_of_run
@@ -178,6 +178,25 @@ def test_conventional_gives_best_and_mean_and_hpo_the_mean_of_validation(tmp_pat
     hpo = aggregate_config(find_runs(tmp_path / "b"), progress=False)
     assert list(hpo["scores"]) == ["mean"]
     assert hpo["scored_on"] == "validation"
+
+
+def test_the_best_run_is_that_of_its_validation_whatever_kmeans_is_asked_for(tmp_path) -> None:
+    for repeat, score in enumerate((0.2, 0.9, 0.3)):
+        of_run = {"metrics": {part: {"nmi": score, "p_at_1": 0.5} for part in ("val", "test")}}
+        _write_runs(tmp_path, [(0, repeat)], aggregation="best_and_mean", folds=1, monitor="nmi",
+                    kmeans="faiss, seed 1", **of_run)  # fmt: skip
+    assert aggregate_config(find_runs(tmp_path), EvaluationSpec(metrics=("p_at_1",)), progress=False)["best_run"] == (
+        "fold0_rep1"
+    )
+
+
+def test_a_table_without_a_shortlist_does_not_print_the_scores_of_one(tmp_path) -> None:
+    _write_runs(tmp_path, ALL, search="shortlist@100")
+    summary = aggregate_config(find_runs(tmp_path), progress=False)
+    assert has_scores(summary, EvaluationSpec(shortlist=100))
+    assert not has_scores(summary, EvaluationSpec())
+    ((config,),) = find_configs(tmp_path, "**", EvaluationSpec()).values()  # the runs' own search
+    assert config.summary["search"] == "shortlist@100"
 
 
 def test_scores_by_other_metrics_are_kept(tmp_path) -> None:

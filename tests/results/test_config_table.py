@@ -370,6 +370,13 @@ def test_tuned_rows_have_columns_of_the_method_and_of_trained_parameters() -> No
     assert columns["trained"] == ["5,000", "22,000,000"]
 
 
+def test_imported_rows_have_no_number_of_parameters_and_no_seconds() -> None:
+    ours = summary("linear", 0.25, val=0.5, dimension=128, trained=163840, wall_s=24.0)
+    imported = _summary(0.5, None, choices={}, imported={"trained": "unknown"}, wall_s=0.0)
+    columns = gains_over_frozen([ours, imported], ["map_at_r"])
+    assert (columns["trained"], columns["s/run"]) == (["163,840", None], ["2", None])
+
+
 def _write_table(path: Path, *rows: str, kinds: tuple[str, ...] = ("separated",)) -> None:
     names = [f"{kind} (8-D) {metric}" for kind in kinds for metric in ("P@1", "MAP@R")]
     head = ",".join(["row", *(f"{name} {what}" for name in names for what in ("mean", "std")), "notes"])
@@ -396,6 +403,22 @@ def test_only_tables_with_deviations_are_taken_and_the_best_are_bold(tmp_path: P
     assert "one_run" not in text
     with pytest.raises(DataError, match="no table whose rows have standard deviations"):
         summarize_tables(tmp_path / "one_run")
+
+
+def test_partial_rows_beside_complete_ones_are_never_best_and_caveats_name_their_rows(tmp_path: Path) -> None:
+    partial = "PARTIAL: 11 of 12 runs, without fold0_rep1; mean ± population std over 54 collections of fold models"
+    rows = "a,6,1,6,1,12 runs; exact search", f'b,7,1,7,1,"{partial}; SELECTED ON TEST: yes"', "c,5,1,5,1,"
+    _write_table(tmp_path / "mixed" / "mixed-mlrc.csv", *rows)
+    text = summarize_tables(tmp_path)
+    assert "`mlrc` | a | **6.00 ± 1.00** | **6.00 ± 1.00** |" in text
+    assert "|  | b | 7.00 ± 1.00 | 7.00 ± 1.00 |" in text
+    assert "\nmixed: PARTIAL: 11 of 12 runs, without fold0_rep1 (b)\n\nmixed: SELECTED ON TEST: yes (b)\n" in text
+    (tmp_path / "mixed" / "mixed-mlrc.csv").write_text(
+        "row,separated (8-D) P@1 mean,separated (8-D) P@1 std,notes\na,5,1,12 runs\n"
+        'b,7,,"PARTIAL: 4 of 12 runs, without fold0_rep1; one collection, hence no std of fold models"\n'
+    )
+    with pytest.raises(DataError, match="no table whose rows have standard deviations"):
+        summarize_tables(tmp_path)
 
 
 def test_a_row_without_concatenated_models_shows_a_dash(tmp_path: Path) -> None:

@@ -127,8 +127,10 @@ def find_configs(
 def _summary(path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool) -> dict[str, Any]:
     """The summary of a config's present runs, with the scores of ``spec``."""
     summary = read_aggregate(path)
-    if summary is not None and is_current(path, summary) and has_scores(summary, spec):
-        return summary
+    if summary is not None and is_current(path, summary):
+        result = store.read_result(next(run.path for run in runs if run.state == "done"))
+        if has_scores(summary, spec_of_run(spec, result)):
+            return summary
     return aggregate_config(
         runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=shows_progress()
     )

@@ -23,7 +23,7 @@ from dmlbench.papers import PaperScore
 from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.caveats import by_fact, incomparable
 from dmlbench.results.rules import spec_of_run
-from dmlbench.results.store import CONFIG, RunInfo, code_of, runs_in
+from dmlbench.results.store import CONFIG, RunInfo, code_of, read_result, runs_in
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import cached_sha256, git_commit, shows_progress
 from dmlbench.types import DmlbenchError, RunInUse, counted
@@ -138,8 +138,8 @@ def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[
     complete = [(run.fold, run.repeat) for run in runs if run.state == "done"]
     known = read_aggregate(folder)
     if known is not None and is_current(folder, known, complete):
-        own = spec_of_run(spec, {key: known.get(key) for key in ("search", "kmeans")})
-        if has_scores(known, own):
+        first = next(run.path for run in runs if run.state == "done")
+        if has_scores(known, spec_of_run(spec, read_result(first))):
             return known
     return aggregate_config(runs, spec, allow_partial=True, distance_of=distance_of_run, progress=shows_progress())
 

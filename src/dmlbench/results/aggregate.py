@@ -100,6 +100,9 @@ def aggregate_config(
     runs_of_config = ConfigRuns(
         config_dir, {key: done[key] for key in results}, results, distance_of, known, force=force, progress=progress
     )
+    summarized = rule.summarize(runs_of_config, spec)
+    results = {key: result for key, result in results.items() if run_name(key) in summarized["raw"]}
+    missing = missing_runs(results, first)  # with those that the rule left out
     shared = (
         *("config_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "choices", "base_seed"),
         *("val_is_test", "n_query", "n_gallery", "n_skipped_queries"),
@@ -130,7 +133,7 @@ def aggregate_config(
         **({"deviations": deviations} if deviations else {}),
         **{key: first[key] for key in _IF_ANY if key in first},
         "validation": {name: sum(scores[name] for scores in validated) / len(validated) for name in of_all},
-        **rule.summarize(runs_of_config, spec),
+        **summarized,
         "steps": [result["steps"] for result in results.values()],
         "wall_s": round(sum(result["wall_s"] for result in results.values()), 1),
     }
@@ -178,10 +181,10 @@ def variants_and_deviations(result: Mapping[str, Any]) -> list[str]:
 
 
 def has_scores(summary: Mapping[str, Any], spec: EvaluationSpec) -> bool:
-    """Whether a summary has every requested score that its runs allow."""
+    """Whether a summary has every requested score that its runs allow, by the search and k-means of ``spec``."""
     if summary["scored_on"] == "validation":
         return True  # embeddings of validation sets are not kept
-    if spec.shortlist is not None and summary["search"] != spec.search:
+    if summary["search"] != spec.search:
         return False
     clustered = any(score.metric.reads == "clusters" for score in spec.scores)
     if clustered and summary.get("kmeans") != spec.kmeans:

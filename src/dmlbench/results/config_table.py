@@ -172,8 +172,10 @@ def gains_over_frozen(summaries: Sequence[Mapping[str, Any]], metrics: Sequence[
         return found
 
     columns |= {
-        "trained": [f"{own.get('trained_parameters', 0):,}" for own in training],
-        "s/run": [f"{s['wall_s'] / s['n_runs']:.0f}" if "wall_s" in s else None for s in summaries],
+        "trained": [f"{own['trained_parameters']:,}" if "trained_parameters" in own else None for own in training],
+        "s/run": [
+            f"{s['wall_s'] / s['n_runs']:.0f}" if "wall_s" in s and "imported" not in s else None for s in summaries
+        ],
         f"{label} over frozen": gains("identity", False),
         "over whitened": gains("learned_whitening", True),
     }

@@ -48,7 +48,11 @@ log = logging.getLogger(__name__)
 
 
 def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSpec:
-    """``spec`` with the run's own shortlist where it names none, and its own k-means where it has the defaults."""
+    """``spec`` with the run's own shortlist where it names none, and its own k-means where it has the defaults.
+
+    A run whose k-means differs from the defaults in library and seed alone gets the defaults: its clusters are computed
+    again, so that all rows of a table have those of one library and seed.
+    """
     shortlist = shortlist_of(result["search"]) if spec.shortlist is None else spec.shortlist
     usual = KmeansSettings()
     own = kmeans_of(result["kmeans"]) if result.get("kmeans") else usual
@@ -258,7 +262,10 @@ class OverRepeats:
         extras: dict[str, Any] = {}
         if self.best:
             # One run, chosen by the score that it was selected by, with all its scores.
-            at = int(columns[config.first["monitor"]].argmax())
+            selected_by = [
+                result["metrics"].get("val") or result["metrics"]["test"] for result in config.results.values()
+            ]
+            at = int(np.argmax([scores_of[config.first["monitor"]] for scores_of in selected_by]))
             scores["best"] = {name: {"mean": float(values[at]), "std": None} for name, values in columns.items()}
             extras["best_run"] = run_name(list(rows)[at])
         return {"scores": scores, "n_collections": None, "raw": _by_name(rows), **extras}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dmlbench.results.caveats import OTHER_DATA
+from dmlbench.results.caveats import PARTIAL, by_fact
 from dmlbench.runtime import atomic_write, remove_leftovers
 from dmlbench.types import DataError, escape_latex
 
@@ -20,6 +20,7 @@ _MOST_FLOATING = 40
 """Rows of a table with blocks that LaTeX keeps on one page."""
 _KINDS = "(separated|concatenated)"
 _METRICS = ("P@1", "MAP@R")
+_CAVEAT = re.compile(r"[A-Z][A-Z -]+: ")
 _ONE_REPEAT = re.compile(r"PARTIAL: (\d+ of \d+ runs), .*; one collection, hence no std")
 
 
@@ -248,11 +249,16 @@ def summarize_tables(folder: Path) -> str:
             continue
         means = table[[f"{name} mean" for name in names]].set_axis(names, axis=1).apply(pd.to_numeric)
         deviations = table[[f"{name} std" for name in names]].set_axis(names, axis=1).apply(pd.to_numeric)
-        partial = {found[1] for note in table.get("notes", []) if (found := _ONE_REPEAT.search(note))}
+        row_notes = table.get("notes", pd.Series("", table.index))
+        one_repeat = {found and found[1] for found in map(_ONE_REPEAT.search, row_notes)}
+        partial = one_repeat - {None} if len(one_repeat) == 1 else set()
         scored = means.notna()
-        if not (scored.any(axis=1).all() and (scored <= deviations.notna()).all(axis=None)) and len(partial) != 1:
+        if not (scored.any(axis=1).all() and (scored <= deviations.notna()).all(axis=None)) and not partial:
             continue
-        is_best = means == means.max()
+        if partial:  # the place says so
+            row_notes = row_notes.str.removeprefix(PARTIAL)
+        competes = ~row_notes.str.contains(PARTIAL)
+        is_best = (means == means[competes].max()).mul(competes, axis=0)
         dataset, _, protocol = path.stem.rpartition("-")
         place = f"[{dataset}]({path.with_suffix('.md')}), `{protocol}`{''.join(f', {n}' for n in partial)}"
         for i, label in enumerate(table["row"]):
@@ -263,7 +269,8 @@ def summarize_tables(folder: Path) -> str:
                 texts[name] = f"**{text}**" if is_best[name][i] else text
             cells = [" / ".join(texts[name] for name in columns[metric]) for metric in _METRICS]
             rows.append(["" if i else place, label, *cells])
-        notes += [f"{dataset}: {note}" for note in table.get("notes", [""])[0].split("; ") if OTHER_DATA in note]
+        caveats = [[part for part in note.split("; ") if _CAVEAT.match(part)] for note in row_notes]
+        notes += [f"{dataset}: {line}" for line in by_fact(caveats, list(table["row"]))]
     if not rows:
         raise DataError(
             f"{folder} holds no table whose rows have standard deviations or one run of every fold. "

@@ -112,6 +112,8 @@ def headline(board: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], pai
         return f"{top}; no other config is ranked."
     lead = scores[best]["mean"] - scores[others[0]]["mean"]
     top += f"; {lead:.2f} points above {labels[others[0]]}, the next config."
+    if kind not in ("separated", "mean"):
+        return f"{top} No interval of the paired difference: pairs of runs are compared by their mean, not by {kind}."
     name = next((one["name"] for one in metrics if one["label"] == metric), None)
     a, b = sorted((best, others[0]))
     pair = next((one for one in pairs if (one["a"], one["b"]) == (a, b) and one.get("metric", name) == name), None)
