@@ -15,10 +15,10 @@ from dmlbench.components import check_components, check_periods, component, decl
 from dmlbench.config import schema_of
 from dmlbench.evaluation.evaluate import check_distance_supports, check_libraries
 from dmlbench.evaluation.search.rerank import check_shortlist
-from dmlbench.identity import is_untrained
+from dmlbench.identity import NOT_PART_OF_RUN_HASH, is_untrained
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
-from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, nodes
+from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, leaves, nodes
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,12 @@ def check_values(cfg: DictConfig) -> None:
     for key in _COMPONENTS:
         if isinstance(node := OmegaConf.select(cfg, key), DictConfig) and "_target_" not in node:
             raise ConfigError(f"{key}: got keys {list(node)}, expected {key}._target_ with a class.")
+    for key, value in leaves(container):
+        if "${oc.env:" in str(value) and not any(f"{key}.".startswith(f"{left}.") for left in NOT_PART_OF_RUN_HASH):
+            raise ConfigError(
+                f"{key}: got {value}, expected a value, because the same run could have others elsewhere. Write "
+                f'{key}="$NAME" on the command line, where the shell fills it in.'
+            )
     check_components(container)
     if "_target_" in (container["logger"] or {}):
         raise ConfigError("logger: got _target_, expected a name for each logger, as in conf/logger/tensorboard.yaml.")
@@ -73,9 +79,10 @@ def check_values(cfg: DictConfig) -> None:
     for part in ("train", "eval"):
         if not container["transform"].get(part):
             raise ConfigError(f"transform.{part} is missing. Set both train and eval, as in conf/transform/mlrc.yaml.")
-    if cfg.runtime.get("choices", {}).get("fit") == "untrained" and cfg.fit.max_steps:
+    if cfg.runtime.get("choices", {}).get("fit") == "untrained" and not is_untrained(cfg):
         raise ConfigError(
-            f"fit.max_steps: got {cfg.fit.max_steps}, expected 0 with fit=untrained. Leave it out of the experiment."
+            f"fit.max_steps: got {container['fit'].get('max_steps')}, expected 0 with fit=untrained. Leave it out of "
+            "the experiment."
         )
     check_file_name(cfg.dataset.name, "dataset.name")
     if cfg.tuning is not None and cfg.feature_cache is not None:
@@ -108,7 +115,8 @@ def check_values(cfg: DictConfig) -> None:
             f"evaluation.recall_at: {closest(cfg.fit.monitor, known_scores)}"
         )
     protocol = component(cfg.protocol)
-    plateau = cfg.schedule is None or issubclass(imported(cfg.schedule._target_, "schedule"), ReduceLROnPlateau)
+    schedule = None if cfg.schedule is None else imported(cfg.schedule._target_, "schedule")
+    plateau = schedule is None or (isinstance(schedule, type) and issubclass(schedule, ReduceLROnPlateau))
     if (protocol.leaves_plan or protocol.planned_by) and not plateau:
         raise ConfigError(
             f"schedule: got {cfg.schedule._target_}, which needs the number of steps, but protocol={protocol.name} "

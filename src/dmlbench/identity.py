@@ -288,6 +288,11 @@ def _fingerprint(table: str) -> str:
     return read_table(OmegaConf.create(json.loads(table))).fingerprint
 
 
+def forget_data() -> None:
+    """Read data sets again: their images may have changed since this process last did."""
+    _fingerprint.cache_clear()
+
+
 def _user_code(modules: set[str]) -> dict[str, str]:
     """SHA-256 of the files of modules outside of dmlbench and site-packages, and of what they import beside them.
 

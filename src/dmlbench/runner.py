@@ -161,6 +161,8 @@ def _plan_for(cfg: DictConfig, run_dir: Path) -> Plan | None:
     if not found.exists() and store.is_locked(found.parent):
         raise RunInUse(f"{run_dir} needs the plan of {found.parent}, which is still running. Wait for it.")
     plan = load_plan(found)
+    if not is_complete(first, found.parent):  # raises for another base seed or other data
+        raise RunError(f"{found.parent} is not complete. Run stage 1 of this config and repeat first.")
     if not kept.exists():
         save_plan(kept, plan)
     elif load_plan(kept) != plan:

@@ -313,6 +313,20 @@ MISTAKES = [
     (["pooling=gsp", "head.out_features=-7"], "out_features: got -7, expected at least 1"),
     (["loss=triplet", "sampler.images_per_class=1"], "images_per_class: got 1, expected at least 2"),
     (["fit.max_steps=${epochs:-1}"], "epochs:.*: got -1, expected a number of at least 0, such as"),
+    (
+        ["head.out_features=${oc.env:DIM}"],
+        "head.out_features: got .*oc.env:DIM}, expected a value, because the same run",
+    ),
+    (
+        [
+            "protocol=two_stage",
+            "schedule=cosine",
+            "~schedule.T_max",
+            "~schedule.eta_min",
+            "schedule._target_=copy.copy",
+        ],
+        "schedule: got copy.copy, which needs the number of steps",
+    ),
     (["protocol=two_stage", "schedule=cosine"], "which needs the number of steps.*schedule=plateau"),
     (
         ["experiment=gsp_fair", "loss=proxy_anchor", "fit.max_steps=3", "hydra.mode=RUN"],
@@ -397,10 +411,11 @@ def test_faiss_that_is_not_installed_is_an_error_before_the_run(monkeypatch: pyt
 
 
 def test_a_row_without_training_is_not_trained_by_an_experiments_length() -> None:
-    cfg = compose("train", ["fit=untrained", "fit.max_steps=3"])
-    OmegaConf.update(cfg, "runtime.choices.fit", "untrained", force_add=True)
-    with pytest.raises(ConfigError, match=r"fit.max_steps: got 3, expected 0 with fit=untrained"):
-        check(cfg)
+    for length, said in (("3", "3"), ("${epochs:3}", r"\$\{epochs:3\}")):
+        cfg = compose("train", ["fit=untrained", f"fit.max_steps={length}"])
+        OmegaConf.update(cfg, "runtime.choices.fit", "untrained", force_add=True)
+        with pytest.raises(ConfigError, match=f"fit.max_steps: got {said}, expected 0 with fit=untrained"):
+            check(cfg)
 
 
 @pytest.mark.parametrize("pooling", ["gsp", "gsop", "transformer"])

@@ -151,6 +151,10 @@ def test_a_run_of_other_images_is_not_complete(tmp_path: Path) -> None:
     Image.new("RGB", (32, 32), "white").save(other / "class0" / "5.png")
     with pytest.raises(RunError, match="holds the result of other data"):
         run(*given, f"paths.data_dir={tmp_path}/other")
+    run(*given)
+    Image.new("RGB", (32, 32), "white").save(tmp_path / "data" / "folder" / "class0" / "5.png")
+    with pytest.raises(RunError, match="holds the result of other data"):  # although this process has read them before
+        run(*given)
 
 
 def test_changed_code_of_a_model_is_noticed_when_it_is_loaded(user_code: Path) -> None:

@@ -344,6 +344,7 @@ def test_second_stage_follows_the_plan_of_the_first_and_is_tested_once(dmlbench,
         *two_stage, "protocol.stage=2", f"repeat={runs[1].name[-1]}", code=1
     )
     (runs[1] / "plan.json").write_text(json.dumps(plan))
+    assert "was made with base_seed=0, not 1" in dmlbench(*two_stage, "protocol.stage=2", "base_seed=1", code=1)
     dmlbench("aggregate", "allow_partial=true")
     table = dmlbench("table", "allow_partial=true")
     assert table.count("mean") >= 2

@@ -360,3 +360,13 @@ def test_layer_decay_needs_layers_that_timm_groups() -> None:
         ConfigError, match=r"optim\.layer_decay: got a backbone of ResNet20, .* Set optim\.layer_decay=null"
     ):
         ResNet20().layer_ids()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_decay_is_not_moved_into_the_gradient_of_optimizers_that_decouple_it(kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.5)
+    with (
+        pytest.raises(ConfigError, match=f"clip_form: got decayed with {kind.__name__}"),
+        decay_added(optimizer, "decayed"),
+    ):
+        pass

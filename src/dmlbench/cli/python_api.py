@@ -46,8 +46,10 @@ def run(*overrides: str, config_dir: str | os.PathLike[str] | None = None, progr
     Raises:
         DmlbenchError: the input contains an error, such as a misspelt key, a missing module or unreadable data.
     """
+    from dmlbench.identity import forget_data
     from dmlbench.runner import run as run_config
 
+    forget_data()
     _check_texts("run", overrides, "run('pooling=gsp', 'fold=0')")
     add_module_folder(config_dir)
     with composing(_folder(config_dir)):

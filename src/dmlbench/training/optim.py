@@ -64,6 +64,8 @@ def _objective_group(name: str) -> str:
     return "regularizer" if name.startswith("regularizers.") and ".objectives." not in name else "loss"
 
 
+_DECOUPLED = ("Adafactor", "Muon")
+"""torch's optimizers that decouple weight decay from the gradient and have no flag that says so."""
 _NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -274,7 +276,8 @@ def decay_added(optimizer: Optimizer, form: ClipForm) -> Iterator[None]:
     if form == "plain":
         yield
         return
-    if any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+    decoupled = type(optimizer).__name__ in _DECOUPLED
+    if decoupled or any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
         raise ConfigError(
             f"fit.clip_form: got decayed with {type(optimizer).__name__}, which does not add decay to the gradient. "
             "Set fit.clip_form=plain or optim=adam."
