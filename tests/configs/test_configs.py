@@ -323,9 +323,9 @@ MISTAKES = [
             "schedule=cosine",
             "~schedule.T_max",
             "~schedule.eta_min",
-            "schedule._target_=copy.copy",
+            "schedule._target_=dmlbench.config.config_folder",
         ],
-        "schedule: got copy.copy, which needs the number of steps",
+        "schedule: got dmlbench.config.config_folder, which needs the number of steps",
     ),
     (["protocol=two_stage", "schedule=cosine"], "which needs the number of steps.*schedule=plateau"),
     (
