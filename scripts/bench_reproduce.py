@@ -1,13 +1,15 @@
 """Seconds (clock, processor) that planning, listing and summing up take of many complete runs, written for this.
 
-python scripts/bench_reproduce.py FOLDER [--configs 408]
+python scripts/bench_reproduce.py [FOLDER] [--configs 408]
 
-FOLDER gets the runs, or has them. Configs have 4 folds and 3 repeats (408 are 4,896 runs), each run a result,
-the configuration of a real one and tiny embeddings. Composing by Hydra (0.2 s a config) is left out.
+FOLDER gets the runs, or has them; by default, it is a temporary one. Configs have 4 folds and 3 repeats (408 are
+4,896 runs), each run a result, the configuration of a real one and tiny embeddings. Composing by Hydra (0.2 s a
+config) is left out.
 """
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -16,7 +18,8 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from dmlbench.apps.paper_comparison import grid_tables, summarize
+from dmlbench.apps.compare_configs import build_tables
+from dmlbench.apps.paper_comparison import configs_of_grid, summarize
 from dmlbench.apps.plan import Plan, compose_configs, make_plan
 from dmlbench.cli.simple_commands import status
 from dmlbench.config import arguments_of, compose
@@ -66,33 +69,39 @@ def write_runs(plan: Plan, base: DictConfig) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--configs", type=int, default=408)
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        measure(given.folder or Path(temporary), given.configs)
+
+
+def measure(folder: Path, num_configs: int) -> None:
     base = compose("train", ["dataset=glyphs", "backbone=resnet20", "protocol=mlrc"])
-    configs = [(f"dataset.name={DATASETS[i % 4]}", f"optim.weight_decay={i}e-5") for i in range(given.configs)]
+    configs = [(f"dataset.name={DATASETS[i % 4]}", f"optim.weight_decay={i}e-5") for i in range(num_configs)]
 
     def planned() -> Plan:
         composed = compose_configs(configs, lambda given: planned_config(given, made(given, base))).values()
         known = [config for config in composed if not isinstance(config, str)]
-        return make_plan(known, lambda given: planned_config(given, base), str(given.folder / "out"), {})
+        return make_plan(known, lambda given: planned_config(given, base), str(folder / "out"), {})
 
     plan = planned()
-    if not (given.folder / "out").exists():
+    if not (folder / "out").exists():
         fsync, os.fsync = os.fsync, lambda descriptor: None  # making the runs is not what is measured
         write_runs(plan, base)
         os.fsync = fsync
+    spec = EvaluationSpec(metrics=("p_at_1", "map_at_r"))
     with timed("plan"):
         plan = planned()
     assert {run.state for run in plan.runs} == {"done"}
     with timed(f"status of {len(plan.runs)} runs"), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        status(arguments_of(compose("status", [f"paths.output_dir={given.folder}/out"])))
+        status(arguments_of(compose("status", [f"paths.output_dir={folder}/out"])))
     for what in ("summaries", "summaries, nothing new"):
         with timed(what):
-            summaries = summarize(plan, EvaluationSpec(metrics=("p_at_1", "map_at_r")))
+            summaries = summarize(plan, {config.sha256: spec for config in plan.configs})
         assert all(summary.found for summary in summaries.values())
     with timed("tables of a grid"):
-        grid_tables(summaries, EvaluationSpec(metrics=("p_at_1", "map_at_r")))
+        build_tables(configs_of_grid(summaries, {}), spec)
 
 
 if __name__ == "__main__":

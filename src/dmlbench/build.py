@@ -340,7 +340,10 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
             of_loss = {}
         if cfg.miner is not None and takes_directions(cfg.miner, "miner", model.distance):
             of_pairs = {}
-    objective = Objective(component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing)
+    finish = model.projection.finished if isinstance(model, PooledModel) else None
+    objective = Objective(
+        component(cfg.loss, **of_loss), component(cfg.miner, **of_pairs), regularizers, mixing=mixing, finish=finish
+    )
     for name, regularizer in objective.regularizers.items():
         for key, wanted in regularizer.of_head.items():
             if (given := cfg.head.get(key)) != wanted:

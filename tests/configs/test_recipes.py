@@ -394,6 +394,10 @@ def test_why_names_the_place_of_every_value(command) -> None:
     assert "unknown" not in shown
     assert "replaced: fit.patience, 10 in the recipe (1.6.4 and conventional_*_default.yaml, 10,000 epochs)" in shown
     assert "conf/experiment/demo.yaml" in command("train", "experiment=demo", "--why")
+    circle = ("loss._target_=pytorch_metric_learning.losses.CircleLoss", "loss.m=0.3", "optim.lr_multipliers={loss: 7}")
+    values = [line.split() for line in command("train", *circle, "--why").splitlines()]
+    assert [words[0] for words in values if words[0].startswith("loss.")] == ["loss._target_", "loss.m"]
+    assert ["optim.lr_multipliers.loss", "7", "command", "line"] in values
 
 
 def test_a_result_names_its_recipe_and_what_was_given_instead(tmp_path) -> None:

@@ -7,22 +7,26 @@ import os
 import random
 import re
 import shutil
+import signal
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from forked import Process
 
 from dmlbench import papers
 from dmlbench.apps.experiment_rows import Row
+from dmlbench.cli import run_table
 from dmlbench.cli.main import main
+from dmlbench.cli.reproduce import Table
 from dmlbench.cli.tune import has_entry
 from dmlbench.config import read_config
 from dmlbench.external_files import load_yaml
 from dmlbench.recipes import Recipe, Setting
 from dmlbench.results.store import RESULT, find_runs, locked, read_result
 from dmlbench.runtime import write_json
+from dmlbench.training.signals import Preempted
 
 TABLE = """
 # @package _global_
@@ -386,16 +390,16 @@ def test_a_grid_is_a_table_with_its_additional_configs(done: Path, capsys) -> No
 def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Path, capsys, monkeypatch) -> None:
     started: list[list[str]] = []
 
-    def run(words: list[str], check: bool) -> SimpleNamespace:
+    def exit_code(words: list[str]) -> int:
         started.append(words[3:])
         if len(started) == 3:
-            return SimpleNamespace(returncode=1)
+            return 1
         given = dict(word.split("=", 1) for word in words if "=" in word)
         measured = {"train": given["train"], "test": given["dataset"], "distance": 349.1, "notes": []}
         write_json(Path(given["output"]), measured)
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr("dmlbench.cli.run_table.subprocess.run", run)
+    monkeypatch.setattr("dmlbench.cli.run_table._exit_code", exit_code)
     out, _ = reproduce(capsys, "oodml/table_s2", "--dry-run")
     assert out.count("to run: dmlbench oodml distances train=") == 6
     assert not started
@@ -410,6 +414,44 @@ def test_commands_of_a_table_are_run_once_and_compared_with_the_paper(folder: Pa
     assert "8 not run" in out
     out, _ = reproduce(capsys, "oodml/figure_s3", "dataset=sop", "--dry-run")  # commands name several data sets
     assert out.count("dmlbench train") == out.count("dataset=sop backbone=resnet50 repeat") == 6
+
+
+def test_rows_of_several_settings_have_labels_of_their_own() -> None:
+    rows = (Row("m=16", ("loss=a",), setting="C2"), Row("m=16", ("loss=b",), setting="PNCA"), Row("", ("loss=c",)))
+    table = Table("a", Path("a.yaml"), {}, rows, {}, ())
+    assert table.labels == {("loss=a",): "m=16 (C2)", ("loss=b",): "m=16 (PNCA)", ("loss=c",): ""}
+
+
+@pytest.mark.parametrize("stopped_by", [Preempted(75), KeyboardInterrupt()])
+def test_a_command_of_a_table_saves_its_checkpoint_before_a_signal_ends_both(tmp_path: Path, stopped_by) -> None:
+    saved = tmp_path / "saved"
+    script = f"""
+import os, pathlib, signal, time
+def save(number, frame):
+    time.sleep(0.6)
+    pathlib.Path({str(saved)!r}).touch()
+    raise SystemExit(75)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+pathlib.Path({str(tmp_path / "ready")!r}).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+    def stop(number: int, frame: object) -> None:
+        while not ((tmp_path / "ready").exists() and (child := (tmp_path / "ready").read_text())):
+            time.sleep(0.01)
+        if isinstance(stopped_by, KeyboardInterrupt):  # a terminal sends it to the whole group
+            os.kill(int(child), signal.SIGINT)
+        raise stopped_by
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(type(stopped_by)):
+            run_table._exit_code([sys.executable, "-c", script])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert saved.exists()
 
 
 @pytest.mark.slow

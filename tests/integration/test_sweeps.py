@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from dmlbench.cli.errors import guarded
 from dmlbench.cli.hydra_command import raise_failures, sweep_jobs
+from dmlbench.cli.main import main
 from dmlbench.cli.preflight import warn_of_jobs
 from dmlbench.cli.progress import Progress
 from dmlbench.config import compose, composing
@@ -162,6 +163,17 @@ def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("dmlbench: fold=0 +loss.x=1 and 1 more will fail: loss.x is not an argument of ")
     assert second == "dmlbench: fold=9 loss=triplet will fail: fold: got 9, expected 0 to 3, the folds of the protocol."
+
+
+def test_a_dry_run_says_which_jobs_will_fail_and_times_each_number_of_steps(tmp_path: Path, capsys) -> None:
+    places = (f"paths.output_dir={tmp_path}/out", f"paths.cache_dir={tmp_path}/cache")
+    jobs = (*TINY, *places, "protocol=mlrc,conventional", "fold=0,3", "repeat=0", "repeat=1", "fit.max_steps=2,60")
+    with pytest.raises(SystemExit):
+        main(["train", "-m", *jobs, "--dry-run"])
+    out, error = capsys.readouterr()
+    assert "4 configs, 6 runs: 6 missing" in out
+    assert "protocol=conventional fold=3" in error and "will fail: fold: got 3, expected 0 to 0" in error
+    assert sum("timing " in line for line in error.splitlines()) == 3  # of four kinds
 
 
 def test_overrides_of_a_sweep_keep_their_interpolations() -> None:

@@ -265,10 +265,12 @@ def test_a_run_s_checkpoint_gives_the_weights_of_its_backbone(tmp_path: Path) ->
     safetensors.torch.save_file(model, tmp_path / "model.safetensors")  # of an exported folder
     found = ResNet20(weights_file=str(tmp_path / "model.safetensors")).state_dict()
     assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items())
-    other = {"model": {"network.weight": torch.zeros(1)}}
+    other = {"model": {"network.weight": torch.zeros(1)}, "objective": {}}
     save_checkpoint(tmp_path / "other.ckpt", other)
     with pytest.raises(ConfigError, match="contains no named tensors"):
         read_weights(tmp_path / "other.ckpt")
+    torch.save({"model": {"network.weight": torch.zeros(1)}, "epoch": 3}, tmp_path / "deit.pth")
+    assert read_weights(tmp_path / "deit.pth").keys() == {"network.weight"}
 
 
 @pytest.mark.parametrize("source", ["weights.pth", "weights.safetensors", "the cache"])

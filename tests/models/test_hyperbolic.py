@@ -171,6 +171,14 @@ def test_losses_of_distances_get_the_balls_and_losses_of_cosines_the_directions(
         configured("loss=xbm_contrastive")
 
 
+def test_regularizers_give_the_loss_points_of_the_ball() -> None:
+    _, objective = configured("loss=pairwise_cross_entropy", "pooling=gap_histogram", "regularizer=xml")
+    rows, labels = 9 * torch.randn(8, 128), torch.arange(8) % 4
+    curvature, clip_radius = 0.1, 2.3
+    inside = to_ball(rows, curvature=curvature, clip_radius=clip_radius)
+    torch.testing.assert_close(objective._plain_loss(rows, labels), objective.loss(inside, labels))
+
+
 def test_hier_needs_the_heads_curvature() -> None:
     configured("regularizer=hier")
     with pytest.raises(ConfigError, match=r"curvature: got 0\.1, but head\.curvature is 0\.2"):

@@ -162,6 +162,7 @@ def test_otp_gives_the_average_and_zeros_until_it_has_started_from_such_averages
     pooled = otp(x, project)
     average = Gap()(x, project).embedding
     assert torch.allclose(pooled.embedding, torch.cat([average, torch.zeros(6, 4)], dim=1), atol=1e-6)
+    assert torch.allclose(pooled.side["pooled"], average, atol=1e-6)  # whatever the head makes of the embedding
     otp.observe(pooled, step=1)
     assert otp.started and torch.allclose(otp.memory, average / average.norm(dim=1, keepdim=True).clamp(min=1))
 

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from composed import arguments
+from omegaconf import OmegaConf
 from oodml_runs import IMAGES, NUM_TEST_CLASSES, small_run
 
 from dmlbench.apps.loading import load_run
@@ -284,6 +285,12 @@ def test_errors_of_runs_that_cannot_be_adapted(output: Path) -> None:
     )
     write_result(run_dir, result)
     with pytest.raises(RunError, match="got AvslHead, expected a linear layer"):
+        few_shot_of_run(run_dir, PLAN)
+    hyperbolic = OmegaConf.create(config)
+    hyperbolic.head = {"_target_": "dmlbench.models.hyperbolic_head.HyperbolicHead", "out_features": 8}
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(hyperbolic))
+    write_result(run_dir, result)
+    with pytest.raises(RunError, match="got a run with its own distance, expected one that compares unit vectors"):
         few_shot_of_run(run_dir, PLAN)
     (run_dir / "config.yaml").write_text(config)
     write_result(run_dir, {**result, "metrics": {"val": result["metrics"]["test"]}})

@@ -92,6 +92,8 @@ def test_searches_have_the_names_of_their_files_and_see_no_test_set() -> None:
         for given, own in ((["optim.lr=0.1"], ()), ([], ("runs=[['repeat=0','optim.lr=0.1']]",))):
             with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is in the search space. Leave optim.lr out"):
                 searched("demo", *given, own=own)
+        with pytest.raises(ConfigError, match=r"repeat=1: the runs of a trial have repeat=0. Change runs instead"):
+            searched("demo", "repeat=1")
         with pytest.raises(ConfigError, match="train: got 'pooling', expected overrides"):
             searched("demo", own=("train=[pooling]",))
         with pytest.raises(ConfigError, match="name: got 'a/b', expected a file name"):

@@ -64,9 +64,9 @@ class CachingTime:
 
 
 def kind_of(config: PlannedConfig) -> tuple[str, ...]:
-    """What configs whose runs take about as long share: data set, protocol, backbone, and whether they are trained."""
+    """What configs whose runs take about as long share: data set, protocol, backbone and number of steps."""
     backbone, *rest = config.name.split("-")
-    return config.dataset, config.protocol, backbone, *rest[2:-1]
+    return config.dataset, config.protocol, backbone, *rest[2:-1], config.max_steps
 
 
 def measured_times(plan: Plan) -> dict[str, RunTime]:

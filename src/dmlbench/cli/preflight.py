@@ -84,6 +84,8 @@ def _check_jobs(jobs: Sequence[Sequence[str]], names: Mapping[Overrides, str]) -
             except ConfigError as error:
                 failures.append(str(error))
                 coordinates["fold"].remove(fold)
+        failing = _failing_jobs(jobs, [composed[_without_coordinates(job)] for job in jobs])
+        _print_failing([(name, reason) for name, reason in failing if reason not in failures])
         output_dir = first["paths"]["output_dir"]
         plan = make_plan(configs, composer({}, is_checked=False), output_dir, coordinates)
     requested = {config.sha256 for config in configs}
@@ -105,9 +107,17 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
         composed = compose_configs(wanted, composer({}, is_checked=True))
         for overrides in (each for each, config in composed.items() if isinstance(config, str)):
             composed_run(overrides)  # an option that Hydra cannot compose ends the whole sweep: its error is enough
+    found = _failing_jobs(jobs, [composed[overrides] for overrides in wanted])
+    if len(found) == len(jobs):
+        reasons = dict.fromkeys(reason for _, reason in found)
+        raise ConfigError(f"all {len(jobs)} runs would fail: {' '.join(reasons)}")
+    _print_failing(found)
+
+
+def _failing_jobs(jobs: Sequence[Sequence[str]], configs: Sequence[PlannedConfig | str]) -> list[tuple[str, str]]:
+    """Name and reason of each job whose config cannot be composed, or has no such fold."""
     found: list[tuple[str, str]] = []
-    for job, name, overrides in zip(jobs, own_overrides(jobs), wanted, strict=True):
-        config = composed[overrides]
+    for job, name, config in zip(jobs, own_overrides(jobs), configs, strict=True):
         if isinstance(config, str):
             found.append((name, config))
             continue
@@ -117,16 +127,18 @@ def warn_of_jobs(jobs: Sequence[Sequence[str]]) -> None:
                 check_fold(int(fold), config.num_folds)
         except ConfigError as error:
             found.append((name, str(error)))
-    if len(found) == len(jobs):
-        reasons = dict.fromkeys(reason for _, reason in found)
-        raise ConfigError(f"all {len(jobs)} runs would fail: {' '.join(reasons)}")
+    return found
+
+
+def _print_failing(found: Sequence[tuple[str, str]]) -> None:
     for reason, names in by_reason(found).items():
         print(f"dmlbench: {names} will fail: {reason}", file=sys.stderr)
 
 
 def _numbers(key: str, jobs: Sequence[Sequence[str]]) -> list[int]:
     """The folds or repeats of jobs."""
-    texts = dict.fromkeys(each.partition("=")[2] for job in jobs for each in job if key_of(each) == key)
+    given = ([each.partition("=")[2] for each in job if key_of(each) == key] for job in jobs)
+    texts = dict.fromkeys(values[-1] for values in given if values)  # Hydra takes the last
     if wrong := [text for text in texts if not text.isdecimal()]:
         raise ConfigError(f"{key}: got {wrong[0]}, expected a number from 0.")
     return [int(text) for text in texts]
@@ -179,7 +191,8 @@ def print_time(
         return
     of_kind: dict[tuple[str, ...], dict[RunTime, list[str]]] = {}  # names of runs
     for run in (run for run in to_do if run.config.sha256 in times):
-        of_time = of_kind.setdefault(kind_of(run.config), {})
+        *place, _ = kind_of(run.config)
+        of_time = of_kind.setdefault(tuple(place), {})
         of_time.setdefault(times[run.config.sha256], []).append(names.get(run.config.overrides) or run.config.name)
     for kind, of_time in of_kind.items():
         for each, own in of_time.items():

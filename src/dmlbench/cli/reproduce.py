@@ -158,8 +158,8 @@ class Table:
 
     @property
     def labels(self) -> dict[tuple[str, ...], str]:
-        """The label of the first row of each config."""
-        return {row.overrides: row.label for row in reversed(self.rows)}
+        """The name of the first row of each config; empty in a grid."""
+        return {row.overrides: row.label and row.name for row in reversed(self.rows)}
 
     @property
     def names(self) -> dict[tuple[str, ...], str]:

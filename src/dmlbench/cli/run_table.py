@@ -241,11 +241,22 @@ def run_commands(
             continue
         if command.output is not None:
             command.output.parent.mkdir(parents=True, exist_ok=True)
-        code = subprocess.run([sys.executable, "-m", "dmlbench", *command.arguments], check=False).returncode
-        if code:
+        if code := _exit_code([sys.executable, "-m", "dmlbench", *command.arguments]):
             raise RunError(f"{command} ended with exit code {code}. Start the same command again to resume.")
     if not args.dry_run and _has_numbers(name):
         _print_comparison(name, commands, given, folder)
+
+
+def _exit_code(command: Sequence[str]) -> int:
+    """Run a command; when this process is stopped, the command may first save its checkpoint."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except BaseException as stopped:
+            if not isinstance(stopped, KeyboardInterrupt):  # which a terminal sends to both
+                process.terminate()
+            process.wait()
+            raise
 
 
 def _has_numbers(name: str) -> bool:

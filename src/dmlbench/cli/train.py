@@ -102,8 +102,7 @@ def print_value_sources(line: CommandLine) -> None:
         raise ConfigError("--why explains one run. Leave -m, --help, --cfg and --dry-run out.")
     overrides = for_hydra("train", line)
     with composing(line.config_dir):
-        cfg = hydra.compose("train", overrides=overrides)
-        complete_config(cfg)
+        cfg = composed_run(overrides)
         places = _places(overrides, cfg.runtime.recipe)
     rows = [(key, str(value), place) for key, value, place in _values(cfg, places)]
     widths = [min(max(len(row[i]) for row in rows), 56) for i in (0, 1)]
@@ -145,5 +144,5 @@ def _places(overrides: Sequence[str], recipe: Any) -> dict[str, str]:
             else:
                 places[key] = "the schema's default" if path.startswith("schema/") else f"conf/{path}.yaml"
     for override in defaults.config_overrides:
-        places[override.key_or_group] = COMMAND_LINE
+        places.update(dict.fromkeys(flatten({override.key_or_group: override.value()}), COMMAND_LINE))
     return places

@@ -242,6 +242,12 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
             raise ConfigError(
                 f"{override}: {key} is in the search space. Leave {key} out here, or remove it from space."
             )
+    of_runs = {key_of(each): run for run in runs for each in run}
+    if override := next((each for each in given if key_of(each) in of_runs), None):
+        raise ConfigError(
+            f"{override}: the runs of a trial have {' '.join(of_runs[key_of(override)])}. Change runs instead, such as "
+            f"'runs=[[{override}]]'."
+        )
     trials = min(args.trials, len(grid(space))) if args.method == "grid" else args.trials
     return Search(
         name=args.name, folder=output_dir / "tuning" / args.name, output_dir=output_dir,

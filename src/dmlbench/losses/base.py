@@ -72,16 +72,6 @@ class Counters(nn.Module):
         return before
 
 
-class BatchCount(Counters):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_count("batches")
-
-    def forward(self) -> int:
-        """Training batches before this one."""
-        return self.next_count("batches")
-
-
 class SeededDraws(Counters):
     """A random generator for every training batch, of a seed and the number of batches so far.
 

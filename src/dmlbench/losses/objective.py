@@ -39,6 +39,7 @@ class Objective(nn.Module):
         regularizers: Mapping[str, Regularizer] | None = None,
         *,
         mixing: Literal["convex", "add"] = "convex",
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         check_choice("regularizer.mixing", str(mixing), ("convex", "add"))
@@ -64,6 +65,7 @@ class Objective(nn.Module):
         self.miner = miner
         self.regularizers = nn.ModuleDict(dict(regularizers))  # type: ignore[assignment]
         self.mixing = mixing
+        self.finish = finish
         total = sum(regularizer.weight for regularizer in regularizers.values())
         if mixing == "convex" and total >= 1:
             raise ConfigError(
@@ -102,6 +104,7 @@ class Objective(nn.Module):
         parts = {"dml": dml}
         share, extra = 1.0, []
         for name, regularizer in self.regularizers.items():
+            regularizer.step = step
             if all(side in output.side for side in regularizer.requires):
                 given = ModelOutput(embeddings, output.side)
                 parts[name] = regularizer(given, labels.wanted_by(regularizer), self._plain_loss)
@@ -113,7 +116,8 @@ class Objective(nn.Module):
         return {"loss": share * dml + sum(extra) if extra else dml, **parts}
 
     def _plain_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The loss with its miner, without a memory or mixtures, on embeddings that did not come from the model."""
+        """The loss with its miner, without a memory or mixtures, on projected vectors that a regularizer made."""
+        embeddings = embeddings if self.finish is None else self.finish(embeddings)
         return self._with_miner(plain_loss(self.loss), embeddings, BatchLabels.of(labels, embeddings.device))
 
     def _with_miner(self, loss: nn.Module, embeddings: Tensor, labels: BatchLabels) -> Tensor:

@@ -23,11 +23,13 @@ class Regularizer(nn.Module):
             values, the run raises an error.
         key_momentum: decay of the momentum encoder (EMA), which computes the side output "keys". None if the
             regularizer does not use "keys".
+        step: number of the optimizer step, from 1. The training loop sets it before each call.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
     num_classes: int | None = None
     key_momentum: float | None = None
+    step: int = 1
 
     def __init__(self, weight: float) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize, softmax
 
-from dmlbench.losses.base import BatchCount
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ModelOutput, check_at_least, check_positive
@@ -71,7 +70,6 @@ class SimilaritySelfDistillation(Regularizer):
             nn.Sequential(nn.Linear(feature_size, size), nn.ReLU(), nn.Linear(size, size)) for size in sizes
         )
         self.objectives = nn.ModuleList(make_objective(size) for size in sizes)
-        self.count = BatchCount()
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         rows = output.embedding
@@ -83,7 +81,7 @@ class SimilaritySelfDistillation(Regularizer):
             losses.append(objective(ModelOutput(larger), labels, step=1)["dml"])  # it knows no steps
             distances.append(similarity_distillation(rows, larger, temperature=self.temperature))
         distilled = self.distillation_weight * torch.stack(distances).mean()
-        if self.count() >= self.feature_delay and self.feature_weight:
+        if self.step > self.feature_delay and self.feature_weight:
             of_features = similarity_distillation(rows, features, temperature=self.temperature)
             distilled = distilled + self.feature_weight * of_features
         return torch.stack(losses).mean() + distilled / self.weight

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
 
-from dmlbench.losses.base import BatchCount
 from dmlbench.losses.regularizer import DmlLoss, Regularizer
 from dmlbench.types import ConfigError, ModelOutput, check_at_least
 
@@ -53,15 +52,13 @@ class UniformPrior(Regularizer):
             *(nn.Linear(hidden_size, hidden_size), nn.ReLU()),
             nn.Linear(hidden_size, 1),
         )
-        self.count = BatchCount()
 
     def forward(self, output: ModelOutput, labels: Tensor, dml_loss: DmlLoss) -> Tensor:
         features = output.side["features"].to(output.embedding.dtype)
         chunks = features.reshape(-1, self.chunk_size)  # [B C / chunk_size, chunk_size]
         fixed = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
         value = softplus(-functional_call(self.discriminator, fixed, (chunks,))).mean()
-        before = self.count()
-        if not self.training or before % self.discriminator_interval:
+        if not self.training or (self.step - 1) % self.discriminator_interval:
             return value
         drawn = 2 * torch.rand(chunks.shape, dtype=chunks.dtype, device=chunks.device) - 1
         own = softplus(-self.discriminator(drawn)).mean() + softplus(self.discriminator(chunks.detach())).mean()

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read a ``.safetensors`` file or a PyTorch checkpoint (any other suffix) without executing anything in it.
 
-    Unwraps ``state_dict``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint or of an
-    exported model.
+    Unwraps ``state_dict`` and ``model``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint
+    or of an exported model.
     """
     path = Path(path)
     if not path.is_file():
@@ -41,7 +41,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
-        content = {key: value for key, value in content["model"].items() if str(key).startswith("backbone.")}
+        of_run = {key: value for key, value in content["model"].items() if str(key).startswith("backbone.")}
+        content = of_run if of_run or "objective" in content else content["model"]
     if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(
             f"weights file '{path}' contains no named tensors, expected a state_dict or {{'state_dict': ...}}."

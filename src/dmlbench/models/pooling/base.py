@@ -90,7 +90,8 @@ def check_width(features: Tensor, expected: int) -> None:
     if features.shape[1] != expected:
         raise ConfigError(
             f"pooling: got {features.shape[1]} channels, expected {expected}. Set the pooling's num_channels to the "
-            "last map's channels, and its embedding_size (or feature_size, width) to the projection's output size."
+            "last map's channels, and its embedding_size (or feature_size, width) to the projection's output size. "
+            "With head=concatenated_levels, choose a pooling that does not depend on the number of channels."
         )
 
 

@@ -69,7 +69,8 @@ class Otp(PrototypePooling):
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         rows = project_pixels(x, project, self.prototypes.shape[1])  # [B, HW, d]
         if not self._started:
-            return Pooled(F.pad(rows.mean(dim=1), (0, self.prototypes[1:].numel())))
+            average = rows.mean(dim=1)
+            return Pooled(F.pad(average, (0, self.prototypes[1:].numel())), {"pooled": average})
         cost = prototype_cost(rows, self.prototypes)  # [B, m, HW]
         with torch.autocast(x.device.type, enabled=False):
             plan = balanced_plan(cost, smoothing=self.smoothing, iterations=self.iterations)
