@@ -221,14 +221,3 @@ def test_the_loss_normalizes_each_part_by_itself() -> None:
     gradient = torch.autograd.grad(loss(rows.requires_grad_(), labels), rows)[0].unflatten(1, (4, 3)).abs().sum((0, 2))
     assert gradient[PARTS.index("self_similarity")] == 0
     assert (gradient[[0, 1, 3]] > 0).all()
-
-
-@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [2, 2, 2, 2], [5]])
-def test_batches_without_triplets_cost_nothing(labels: list[int]) -> None:
-    rows = torch.randn(len(labels), 8, requires_grad=True)
-    for kind in ("labels", "permuted"):
-        assert [len(x) for x in drawn_triplets(kind, normalize(rows), torch.tensor(labels))] == [0, 0, 0]
-    loss = Diva(6, 8, shared="permuted", intra="permuted")(rows, torch.tensor(labels))
-    assert loss == 0
-    loss.backward()
-    assert rows.grad is not None and not rows.grad.any()

@@ -69,6 +69,12 @@ def distance_of_run(run_dir: Path) -> BaseDistance | None:
     return distance
 
 
+def require_unit_vectors(run_dir: Path) -> None:
+    """Raise RunError unless a run's embeddings are compared as unit vectors."""
+    if distance_of_run(run_dir) is not None:
+        raise RunError(f"{run_dir}: got a run with its own distance, expected one that compares unit vectors.")
+
+
 def load_run(run_dir: Path, overrides: Mapping[str, Any], *, device: str) -> Setup:
     """The model of a complete run, with other values by ``overrides``, by its best weights, in evaluation mode."""
     result = read_result(run_dir)

@@ -246,7 +246,7 @@ def make_search(args: Any, given: Sequence[str], choices: Any) -> "Search":
     if override := next((each for each in given if key_of(each) in of_runs), None):
         raise ConfigError(
             f"{override}: the runs of a trial have {' '.join(of_runs[key_of(override)])}. Change runs instead, such as "
-            f"'runs=[[{override}]]'."
+            f"\"runs=[['{override}']]\"."
         )
     trials = min(args.trials, len(grid(space))) if args.method == "grid" else args.trials
     return Search(

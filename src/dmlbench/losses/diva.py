@@ -11,7 +11,7 @@ from dmlbench.device_copies import to_device
 from dmlbench.losses.base import WholeBatchLoss
 from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.miners import Triplets, drawn_by_distance, drawn_evenly
-from dmlbench.types import ConfigError, check_at_least, counted
+from dmlbench.types import ConfigError, check_at_least
 
 PARTS = ("discriminative", "shared", "self_similarity", "intra")  # of an embedding, equal in size, in their order
 
@@ -85,7 +85,12 @@ class Diva(WholeBatchLoss):
 def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     """Draw anchors, positives and negatives [T]; see ``Diva`` for the kinds, "labels" are the discriminative."""
     known, device = labels.cpu(), rows.device
-    classes = known.unique()
+    classes, counts = known.unique(return_counts=True)
+    if len(classes) < 2 or counts.max() < 2:
+        raise ConfigError(
+            f"triplets: got {len(classes)} classes with at most {int(counts.max())} images each in a batch, expected "
+            "at least 2 and 2. Raise sampler.images_per_class or sampler.classes_per_batch."
+        )
     if kind == "within_class":
         chosen = classes[torch.randint(len(classes), (len(known),))]
         same = known[None, :] == chosen[:, None]  # [B, B]
@@ -99,13 +104,11 @@ def drawn_triplets(kind: str, rows: Tensor, labels: Tensor) -> Triplets:
     if kind == "across_classes":
         if len(classes) < 3:
             raise ConfigError(
-                f"shared=across_classes: got {counted(len(classes), 'class')} in a batch, expected at least 3. Raise "
-                "the sampler's number of classes."
+                "shared=across_classes: got 2 classes in a batch, expected at least 3. Raise sampler.classes_per_batch."
             )
         labels = to_device(labels, device)
         third = different & (labels != labels[negative][:, None])
         return torch.arange(len(known), device=device), drawn_evenly(third), negative
     same = (known[:, None] == known).fill_diagonal_(False)
-    has_both = same.any(1) & (known[:, None] != known).any(1)
-    anchor, positive = (to_device(x, device) for x in (has_both.nonzero()[:, 0], drawn_evenly(same)))
+    anchor, positive = (to_device(x, device) for x in (same.any(1).nonzero()[:, 0], drawn_evenly(same)))
     return anchor, positive[anchor], negative[anchor]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dmlbench.apps.loading import config_with_weights, distance_of_run, load_run
+from dmlbench.apps.loading import config_with_weights, load_run, require_unit_vectors
 from dmlbench.components import component, imported
 from dmlbench.config import read_config
 from dmlbench.data.batches.samplers import RepeatingClassBatchSampler
@@ -356,6 +356,5 @@ def _bound_to(run_dir: Path, result: Mapping[str, Any]) -> dict[str, str]:
     head: type[nn.Module] = imported(config_with_weights(run_dir)["head"]["_target_"], "head")
     if not issubclass(head, Projection):
         raise RunError(f"head of {run_dir}: got {head.__name__}, expected a linear layer.")
-    if distance_of_run(run_dir) is not None:
-        raise RunError(f"{run_dir}: got a run with its own distance, expected one that compares unit vectors.")
+    require_unit_vectors(run_dir)
     return require_own_files(run_dir, result, (BEST,))

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
-from dmlbench.apps.loading import config_with_weights, distance_of_run, load_run
+from dmlbench.apps.loading import config_with_weights, load_run, require_unit_vectors
 from dmlbench.apps.pictures import plt, save_figure
 from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
@@ -29,7 +29,7 @@ from dmlbench.results.store import kept_of, read_result, require_own_files
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, write_json
 from dmlbench.training.fit import BEST
-from dmlbench.types import ConfigError, DataError, RetrievalSet, RunError
+from dmlbench.types import ConfigError, DataError, RetrievalSet
 
 STRUCTURE = "structure.json"
 """Measures of a run's training embeddings, with the hash of its weights."""
@@ -91,8 +91,7 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
     bound = require_own_files(run_dir, result, (BEST,))
     if held := kept_of(run_dir / STRUCTURE, bound, "measures", schema=_SCHEMA):
         return held
-    if distance_of_run(run_dir) is not None:
-        raise RunError(f"{run_dir}: got a run with its own distance, expected one that compares unit vectors.")
+    require_unit_vectors(run_dir)
     setup = load_run(run_dir, {"num_workers": num_workers}, device=device)
     embeddings, _ = setup.embed(RetrievalSet(setup.data.split.train))
     found = structure(embeddings.rows.numpy(), embeddings.labels.numpy())

@@ -101,8 +101,9 @@ def aggregate_config(
         config_dir, {key: done[key] for key in results}, results, distance_of, known, force=force, progress=progress
     )
     summarized = rule.summarize(runs_of_config, spec)
-    results = {key: result for key, result in results.items() if run_name(key) in summarized["raw"]}
-    missing = missing_runs(results, first)  # with those that the rule left out
+    if raw := summarized["raw"]:
+        results = {key: result for key, result in results.items() if run_name(key) in raw}
+        missing = missing_runs(results, first)  # with those that the rule left out
     shared = (
         *("config_id", "dataset", "dataset_fingerprint", "protocol", "aggregation", "choices", "base_seed"),
         *("val_is_test", "n_query", "n_gallery", "n_skipped_queries"),
