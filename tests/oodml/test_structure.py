@@ -129,7 +129,7 @@ def test_the_training_images_of_a_run_are_measured_once(run_dir: Path, monkeypat
 
 
 def test_runs_that_cannot_be_measured_are_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "distance_of_run", lambda run_dir: "its own")
+    monkeypatch.setattr("dmlbench.apps.loading.distance_of_run", lambda run_dir: "its own")
     with pytest.raises(RunError, match="got a run with its own distance"):
         structure_of_run(run_dir)
     (run_dir / "best.ckpt").unlink()
