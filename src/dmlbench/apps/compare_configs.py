@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def find_configs(
             if not reason:
                 if left_out is not None:
                     _require_readable([run.path for run in runs if run.state == "done"])
-                summary = _summary(path, runs, spec, allow_partial=allow_partial)
+                summary = summary_of(path, runs, spec, allow_partial=allow_partial)
         except IncompleteConfig as error:
             reason = str(error)
         except DmlbenchError as error:
@@ -124,10 +124,13 @@ def find_configs(
     return named_configs(grouped)
 
 
-def _summary(path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool) -> dict[str, Any]:
-    """The summary of a config's present runs, with the scores of ``spec``."""
+def summary_of(
+    path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool,
+    coordinates: Collection[store.Coordinates] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The summary of a config's present runs, or of those with ``coordinates``, with the scores of ``spec``."""
     summary = read_aggregate(path)
-    if summary is not None and is_current(path, summary):
+    if summary is not None and is_current(path, summary, coordinates):
         result = store.read_result(next(run.path for run in runs if run.state == "done"))
         if has_scores(summary, spec_of_run(spec, result)):
             return summary

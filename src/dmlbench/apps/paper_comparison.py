@@ -11,19 +11,16 @@ from typing import Any
 from tqdm import tqdm
 
 from dmlbench import __version__
-from dmlbench.apps.compare_configs import ConfigSummary, Found, named_configs
+from dmlbench.apps.compare_configs import ConfigSummary, Found, named_configs, summary_of
 from dmlbench.apps.experiment_rows import NARROWING, Row
-from dmlbench.apps.loading import distance_of_run
 from dmlbench.apps.plan import Overrides, Plan, PlannedConfig, Run
 from dmlbench.config import key_of, read_config
 from dmlbench.evaluation.metrics.registry import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
-from dmlbench.results.aggregate import aggregate_config, has_scores, is_current, read_aggregate
 from dmlbench.results.caveats import by_fact, incomparable
-from dmlbench.results.rules import spec_of_run
-from dmlbench.results.store import CONFIG, RunInfo, code_of, read_result, runs_in
+from dmlbench.results.store import CONFIG, code_of, runs_in
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import cached_sha256, git_commit, shows_progress
 from dmlbench.types import DmlbenchError, RunInUse, counted
@@ -120,7 +117,8 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
         waits = False
         while True:
             try:
-                made = _aggregate(folder, found, spec)
+                complete = [(run.fold, run.repeat) for run in found if run.state == "done"]
+                made = summary_of(folder, found, spec, allow_partial=True, coordinates=complete)
                 break
             except RunInUse as error:  # another process summarizes the same runs
                 if not waits:
@@ -132,16 +130,6 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
     hashes = [run.result.get("weights_sha256") for run in done]
     backbone = str(made["choices"].get("backbone", ""))
     return Summary((folder, found, made), provenance=provenance_of(done[0].path / CONFIG, backbone, hashes))
-
-
-def _aggregate(folder: Path, runs: list[RunInfo], spec: EvaluationSpec) -> dict[str, Any]:
-    complete = [(run.fold, run.repeat) for run in runs if run.state == "done"]
-    known = read_aggregate(folder)
-    if known is not None and is_current(folder, known, complete):
-        first = next(run.path for run in runs if run.state == "done")
-        if has_scores(known, spec_of_run(spec, read_result(first))):
-            return known
-    return aggregate_config(runs, spec, allow_partial=True, distance_of=distance_of_run, progress=shows_progress())
 
 
 def compare_rows(
