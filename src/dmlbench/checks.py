@@ -18,7 +18,7 @@ from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.identity import NOT_PART_OF_RUN_HASH, is_untrained
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
-from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, leaves, nodes
+from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, is_within, leaves, nodes
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def check_values(cfg: DictConfig) -> None:
         if isinstance(node := OmegaConf.select(cfg, key), DictConfig) and "_target_" not in node:
             raise ConfigError(f"{key}: got keys {list(node)}, expected {key}._target_ with a class.")
     for key, value in leaves(container):
-        if "${oc.env:" in str(value) and not any(f"{key}.".startswith(f"{left}.") for left in NOT_PART_OF_RUN_HASH):
+        if "${oc.env:" in str(value) and not is_within(key, NOT_PART_OF_RUN_HASH):
             raise ConfigError(
                 f"{key}: got {value}, expected a value, because the same run could have others elsewhere. Write "
                 f'{key}="$NAME" on the command line, where the shell fills it in.'

@@ -24,7 +24,7 @@ from dmlbench.components import component
 from dmlbench.data.image_table import identified
 from dmlbench.results import store
 from dmlbench.runtime import cached_sha256
-from dmlbench.types import DataError, ImageTable, RunError, flatten, leaves
+from dmlbench.types import DataError, ImageTable, RunError, flatten, is_within, leaves
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def config_settings(stored: dict[str, Any]) -> dict[str, Any]:
     """The settings that define a config, flattened, of a stored configuration; keys added later have their defaults."""
     found = flatten(_identity(stored, NOT_PART_OF_CONFIG_HASH + NOT_PART_OF_RUN_HASH))
     for key, default in _ADDED.items():
-        is_given = any(f"{known}.".startswith(f"{key}.") for known in found)
+        is_given = any(is_within(known, [key]) for known in found)
         if not is_given and not key.startswith("loss."):  # which only one loss has
             found[key] = default
     return found

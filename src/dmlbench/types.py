@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -393,3 +393,8 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """``{"fit": {"max_steps": 3}}`` as ``{"fit.max_steps": 3}``; lists are values."""
     return {path: value for path, value in nodes(node, prefix, of_lists=False) if not isinstance(value, dict)}
+
+
+def is_within(key: str, places: Iterable[str]) -> bool:
+    """Whether a key, such as ``fit.max_steps``, is one of the places or lies within one, such as ``fit``."""
+    return any(f"{key}.".startswith(f"{place}.") for place in places)

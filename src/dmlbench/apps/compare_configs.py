@@ -42,7 +42,7 @@ from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
 from dmlbench.runtime import shows_progress
 from dmlbench.training.fit import HISTORY
-from dmlbench.types import ConfigError, DmlbenchError, IncompleteConfig, RunError, counted, flatten, shorten
+from dmlbench.types import ConfigError, DmlbenchError, IncompleteConfig, RunError, counted, flatten, is_within, shorten
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ def changed_settings(container: Mapping[str, Any], groups: Sequence[str]) -> dic
         key: how
         for key in flatten({group: container.get(group) for group in groups})
         for setter, how in setters.items()
-        if key not in names and setter not in groups and f"{key}.".startswith(f"{setter}.")
+        if key not in names and setter not in groups and is_within(key, [setter])
     }
 
 

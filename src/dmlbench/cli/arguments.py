@@ -19,7 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from dmlbench.components import imported, parameters_of
 from dmlbench.config import config_folder, key_of, schema_of
 from dmlbench.external_files import load_yaml
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, is_within
 
 _FLAGS = {
     "report": {"--picture": "picture=true"},
@@ -250,7 +250,7 @@ def remove_former_arguments(
         taken, _ = parameters_of(target)
         for name in [str(name) for name in node if not str(name).startswith("_")]:
             by_interpolation = OmegaConf.is_interpolation(node, name) and name in taken
-            if not by_interpolation and not any(f"{k}.".startswith(f"{prefix}.{name}.") for k in keys):
+            if not by_interpolation and not any(is_within(key, [f"{prefix}.{name}"]) for key in keys):
                 with open_dict(node):
                     del node[name]
     return names

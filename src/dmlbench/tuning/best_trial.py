@@ -12,8 +12,7 @@ from dmlbench.recipes import Recipe, options_of
 from dmlbench.results.table import Table
 from dmlbench.runner import ComposedRun
 from dmlbench.tuning.search import Compose, Outcome, Search
-from dmlbench.tuning.space import Value
-from dmlbench.types import counted
+from dmlbench.types import counted, is_within
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
 """Groups whose options the recipe is for."""
@@ -130,7 +129,7 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     }
     plain = settings(compose([*asked, *(f"{group}={option}" for group, option in others.items())]))
     differing = {key: value for key, value in settings(winner).items() if key not in plain or plain[key] != value}
-    searched = {key: value for key, value in differing.items() if _is_of(key, best.values)}
+    searched = {key: value for key, value in differing.items() if is_within(key, best.values)}
     held = {key: value for key, value in differing.items() if key not in searched}
     source = f"dmlbench tune, search {search.name}, the best of {search.trials} trials"
     recipe: dict[str, Any] = {}
@@ -193,8 +192,4 @@ def joint_recipe(
 def settings(run: ComposedRun) -> dict[str, Any]:
     """The unresolved settings of a run that a recipe can hold, by key."""
     left = (*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, *_LEFT)
-    return {key: value for key, value in run.settings.items() if not _is_of(key, left)}
-
-
-def _is_of(key: str, names: Sequence[str] | Mapping[str, Value]) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in names)
+    return {key: value for key, value in run.settings.items() if not is_within(key, left)}

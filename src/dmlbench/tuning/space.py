@@ -12,7 +12,7 @@ from pydantic import Field
 from dmlbench.external_files import Schema, validated
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.recipes import applies
-from dmlbench.types import ConfigError, check_choice
+from dmlbench.types import ConfigError, check_choice, is_within
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -89,7 +89,7 @@ def make_space(node: Mapping[str, Any], chosen: Mapping[str, str | None]) -> tup
     found: dict[str, Dimension] = {}
     groups = {key for key, _ in _entries(node)}
     for key, entry in _entries(node):
-        if fixed := next((name for name in _FIXED if f"{key}.".startswith(f"{name}.")), None):
+        if fixed := next((name for name in _FIXED if is_within(key, [name])), None):
             raise ConfigError(f"space.{key}: {fixed} must be the same in all trials. Leave it out.")
         when = entry.get("when") or {}
         for group in when:
