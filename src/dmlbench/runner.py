@@ -25,7 +25,7 @@ from dmlbench.config import read_config
 from dmlbench.data.images.feature_cache import FeatureView
 from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, per_query_table, to_csv
-from dmlbench.experiment import Experiment, Setup
+from dmlbench.experiment import Experiment
 from dmlbench.identity import directory_of, is_complete, run_sha256
 from dmlbench.ranks import PeerEnded, Ranks, joined_ranks
 from dmlbench.results import store
@@ -187,14 +187,16 @@ def _run_without_rerank(cfg: DictConfig, run_dir: Path) -> Path | None:
     return found if _is_complete(plain, found) and (found / BEST).exists() else None
 
 
-def _copy_training(trained: Path, run_dir: Path, setup: Setup) -> FitResult:
+def _copy_training(trained: Path, run_dir: Path, experiment: Experiment) -> FitResult:
     """Copy weights and history of a complete run; the result has no training time of its own."""
     result = store.read_result(trained)
     store.require_own_files(trained, result, (BEST,))
     for path in filter(Path.exists, (trained / HISTORY, trained / BEST)):
-        if setup.ranks.is_first:
+        if experiment.setup.ranks.is_first:
             runtime.atomic_write(run_dir / path.name, path.read_bytes())
-    setup.model.load_state_dict(load_checkpoint(trained / BEST)["model"])
+    best = load_checkpoint(trained / BEST)
+    experiment.setup.model.load_state_dict(best["model"])
+    experiment.objective.load_state_dict(best["objective"])
     log.info("%s uses the weights of %s, which differs only in reranking", run_dir, trained)
     return FitResult(step=result["steps"], best_step=result["best_step"], stop_reason=result["stop_reason"], wall_s=0.0)
 
@@ -243,7 +245,7 @@ def _run(
 
     try:
         if trained is not None:
-            progress = _copy_training(trained, run_dir, setup)
+            progress = _copy_training(trained, run_dir, experiment)
             for logger in experiment.loggers:
                 logger.start(progress.step)
         else:
@@ -258,10 +260,11 @@ def _run(
     finally:
         experiment.batches.close()
 
+    late = "the selected weights (step %d) are from before the %s started. Lower %s, or train longer."
     if progress.step and not model.started:
-        log.warning(
-            "prototypes were never initialized. Lower pooling.memory_rows or pooling.start_step, or train longer."
-        )
+        log.warning(late, progress.best_step, "pooling's prototypes", "pooling.memory_rows or pooling.start_step")
+    if progress.step and not experiment.objective.started:
+        log.warning(late, progress.best_step, "loss's memory", "loss.start_step or loss.memory_size")
 
     is_test = data.split.test is not None and data.split.val_is_test and setup.rerank is None
     if not setup.ranks.is_first:  # which embed their part of what rank 0 scores
@@ -361,6 +364,7 @@ def _result(
         **({"rerank": rerank} if rerank else {}),
         **({"n_query_published": published} if published else {}),
         "pooling_started": setup.model.started,
+        "memory_started": experiment.objective.started,
         **hashes,
         "wall_s": round(progress.wall_s, 3),
         "peak_memory_bytes": runtime.peak_memory_bytes(setup.device),

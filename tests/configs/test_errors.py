@@ -140,6 +140,23 @@ def test_clean_looks_at_no_link_and_stumbles_over_none(tmp_path: Path, command, 
     assert not (protocol / "config/fold0_rep0").exists()
 
 
+def test_clean_leaves_a_run_that_ended_while_the_question_waited(tmp_path: Path, command, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs/glyphs/mlrc/config/fold0_rep0"
+    run.mkdir(parents=True)
+
+    def answer(_: str) -> str:
+        (run / "result.json").touch()
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    out = command("clean", "**", "state=interrupted")
+    assert "skipped, done by now: outputs/glyphs/mlrc/config/fold0_rep0" in out
+    assert "removed 0 runs" in out
+    assert run.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

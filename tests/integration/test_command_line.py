@@ -276,7 +276,7 @@ def test_other_data_under_the_same_configuration_is_refused(dmlbench, tmp_path) 
 @pytest.mark.slow
 def test_pooling_that_never_started_is_said_in_log_result_and_table(dmlbench, tmp_path) -> None:
     out = dmlbench("train", *TINY, "pooling=gsp", "fit.max_steps=2")
-    assert "prototypes were never initialized" in out
+    assert "are from before the pooling's prototypes started" in out
     assert json.loads((run_dirs(tmp_path)[0] / "result.json").read_text())["pooling_started"] is False
     assert "PARTIAL: 1 of 12 runs" in dmlbench("aggregate", "allow_partial=true")
     assert "NOT STARTED: in 1 run " in dmlbench("table", "allow_partial=true")

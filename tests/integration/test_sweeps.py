@@ -1,9 +1,11 @@
 """Sweeps that share a grid, in real processes; and what they say of the jobs that failed."""
 
+import gc
 import logging
 import os
 import re
 import textwrap
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from forked import Process
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from dmlbench.cli.errors import guarded
+from dmlbench.cli.errors import Failure, guarded
 from dmlbench.cli.hydra_command import raise_failures, sweep_jobs
 from dmlbench.cli.main import main
 from dmlbench.cli.preflight import warn_of_jobs
@@ -110,7 +112,7 @@ def _ended(**errors: Exception | None) -> list[JobReturn]:
     jobs = []
     for name, error in errors.items():
         jobs.append(JobReturn(overrides=["x=1", f"loss={name}"], status=JobStatus.COMPLETED))
-        jobs[-1].return_value = error
+        jobs[-1].return_value = None if error is None else Failure.of(error)
     return jobs
 
 
@@ -123,6 +125,23 @@ def test_every_failed_job_is_named_by_its_own_overrides(capsys) -> None:
     assert "2 of 3 runs failed: loss=b; loss=c." in error.splitlines()[-1]
     assert guarded(lambda: raise_failures(_ended(a=ConfigError("too small")))) == 2
     raise_failures(_ended(a=None))
+
+
+def test_a_failure_keeps_nothing_of_the_run_in_memory() -> None:
+    models = weakref.WeakSet[Process]()
+
+    def run() -> None:
+        model = Process.__new__(Process)
+        models.add(model)
+        raise RunError("it broke")
+
+    try:
+        run()
+    except RunError as error:
+        failure = Failure.of(error)
+    gc.collect()
+    assert failure.message == "it broke"
+    assert not models
 
 
 @pytest.mark.slow

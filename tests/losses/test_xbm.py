@@ -13,6 +13,7 @@ from torch import Tensor
 from dmlbench.components import component
 from dmlbench.config import compose, config_folder
 from dmlbench.losses.contrastive_c1 import ContrastiveC1
+from dmlbench.losses.miners import DistanceWeighted
 from dmlbench.losses.objective import Objective
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.types import ConfigError, ModelOutput
@@ -173,6 +174,33 @@ def test_objective_fills_the_memory_once_a_step_and_for_training_alone() -> None
     objective.eval()
     assert objective(ModelOutput(embeddings[3]), labels[3], step=4)["loss"].item() == pytest.approx(plain[3])
     assert all(torch.equal(a, b) for a, b in zip(state.values(), objective.state_dict().values(), strict=True))
+
+
+def test_part_of_a_memory_in_the_loss_is_told() -> None:
+    objective = Objective(CrossBatchMemory(ContrastiveC1(), 6, 8, start_step=1, variant="gsp"))
+    assert Objective(ContrastiveC1()).started
+    for step in (1, 2, 3):
+        assert not objective.started
+        objective(ModelOutput(torch.eye(4, 6)), torch.tensor([0, 0, 1, 1]), step=step)
+    assert objective.started
+
+
+def test_a_miner_that_takes_no_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_miner: got DistanceWeighted, which chooses within a batch"):
+        CrossBatchMemory(ContrastiveC1(), 6, 8, memory_miner=DistanceWeighted())
+
+
+def test_losses_of_pml_with_a_memory_resume_or_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Set loss=xbm"):
+        Objective(losses.CrossBatchMemory(losses.ContrastiveLoss(), 6, memory_size=8))
+    torch.manual_seed(0)
+    batches = [(ModelOutput(torch.randn(8, 6)), torch.arange(4).repeat(2)) for _ in range(6)]
+    whole, resumed = (Objective(losses.DynamicSoftMarginLoss()) for _ in range(2))
+    for step, (output, labels) in enumerate(batches[:4], start=1):
+        whole(output, labels, step=step)
+    resumed.load_state_dict(whole.state_dict())
+    for step, (output, labels) in enumerate(batches[4:], start=5):
+        assert torch.equal(*(each(output, labels, step=step)["loss"] for each in (whole, resumed)))
 
 
 PAIRS = {

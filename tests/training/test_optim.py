@@ -95,6 +95,20 @@ def test_impossible_settings_are_refused(changes: dict[str, object], message: st
         make_optimizer(_groups()[1], _settings(**changes), modules=[])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": 0.5}, r"optim\.optimizer\.lr: .* Set optim\.lr"),
+        ({"weight_decay": 0.5}, r"optim\.optimizer\.weight_decay: .* Set optim\.weight_decay"),
+        ({"nesterov": True}, r"optim\.optimizer: Nesterov momentum requires a momentum"),
+        ({"momentums": 0.9}, r"optim\.optimizer: .*momentums"),
+    ],
+)
+def test_arguments_of_the_optimizer_that_have_no_effect_or_do_not_work_are_refused(arguments, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizerSettings(partial(torch.optim.SGD, **arguments), lr=0.1)
+
+
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from dmlbench.data.preparation.catalog import SOURCES
 from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.models.backbones import Backbone, TimmBackbone
 from dmlbench.models.hub import hub_id
-from dmlbench.results.caveats import caveats
+from dmlbench.results.caveats import caveats, is_late
 from dmlbench.results.store import CONFIG
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, file_sha256, package_versions, whole_folder, write_json
@@ -324,8 +324,7 @@ def _scores(result: Mapping[str, Any]) -> list[str]:
     lines.append(f"Search: {result['search']}. One run; compare configs by all runs of a protocol.")
     if result.get("n_skipped_queries"):
         lines.append(f"{result['n_skipped_queries']} queries without a positive are left out.")
-    not_started = int(not result.get("pooling_started", True) and result["steps"] > 0)
-    return lines + [f"- {caveat}" for caveat in caveats({**result, "n_runs_not_started": not_started})]
+    return lines + [f"- {caveat}" for caveat in caveats({**result, "n_runs_not_started": int(is_late(result))})]
 
 
 def _training(model: TrainedModel, origin: str) -> list[str]:

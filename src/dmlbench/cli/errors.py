@@ -12,6 +12,7 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from dmlbench.cli.hydra_command import SweepFailed
 from dmlbench.cli.progress import by_reason
 from dmlbench.config import config_folder
 from dmlbench.training.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
@@ -62,6 +62,29 @@ _EXPECTED = {
     "to string": "text",
 }
 """What a key holds, by OmegaConf's words about another value."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job of a sweep failed. The error itself would keep the job's model in memory, by its traceback."""
+
+    message: str
+    code: int
+    traceback: str = ""  # of a defect
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        if (described := _described(error)) is not None:
+            return cls(*described)
+        return cls(f"{type(error).__name__}: {error}", EXIT_FAILED, "".join(traceback.format_exception(error)))
+
+
+class SweepFailed(Exception):
+    """Jobs of a sweep have failed; ``jobs`` has each one's own overrides and its failure."""
+
+    def __init__(self, jobs: Sequence[tuple[str, Failure]], count: int) -> None:
+        super().__init__(f"{len(jobs)} of {count} runs failed: {'; '.join(name for name, _ in jobs)}")
+        self.jobs = tuple(jobs)
 
 
 def guarded(action: Callable[[], None]) -> int:
@@ -127,15 +150,10 @@ def _frames(error: BaseException) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _report_sweep(failed: SweepFailed) -> int:
     """Every failed job with its reason, then one line that names all of them."""
-    codes, found = set(), []
-    for name, error in failed.jobs:
-        described = _described(error)
-        if described is None:
-            traceback.print_exception(error)
-        message, code = described or (f"{type(error).__name__}: {error}", EXIT_FAILED)
-        codes.add(code)
-        found.append((name, message))
-    for message, names in by_reason(found).items():
+    for _, failure in failed.jobs:
+        print(failure.traceback, end="", file=sys.stderr)
+    codes = {failure.code for _, failure in failed.jobs}
+    for message, names in by_reason([(name, failure.message) for name, failure in failed.jobs]).items():
         print(f"dmlbench: {names}: {message}", file=sys.stderr)
     remedy = (
         "Correct these overrides."

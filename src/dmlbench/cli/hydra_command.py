@@ -21,6 +21,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from dmlbench.cli.arguments import CommandLine, for_hydra
+from dmlbench.cli.errors import Failure, SweepFailed
 from dmlbench.cli.progress import Progress, own_overrides
 from dmlbench.components import add_module_folder
 from dmlbench.config import (
@@ -168,7 +169,10 @@ def _help(composer: Any, name: str, overrides: list[str], config_dir: Path | Non
 
 @dataclass(frozen=True)
 class Job:
-    """The task of a command, which launchers may start in other processes; returns the error that it ended with."""
+    """The task of a command, which launchers may start in other processes.
+
+    Returns the error that it ended with, in a sweep as ``Failure``.
+    """
 
     name: str
     task: Task
@@ -189,9 +193,10 @@ class Job:
                 return error
             log.info("skipped: %s", error)
         except Exception as error:  # Hydra would print all overrides, and stop the sweep
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                log.error("failed: %s", error)  # at once: the sweep continues and reports at its end
-            return error
+            if HydraConfig.get().mode != RunMode.MULTIRUN:
+                return error
+            log.error("failed: %s", error)  # at once: the sweep continues and reports at its end
+            return Failure.of(error)
         return None
 
 
@@ -215,19 +220,11 @@ class ProgressFriendlyHandler(logging.StreamHandler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-class SweepFailed(Exception):
-    """Jobs of a sweep have failed; ``jobs`` has each one's own overrides and its error."""
-
-    def __init__(self, jobs: Sequence[tuple[str, Exception]], count: int) -> None:
-        super().__init__(f"{len(jobs)} of {count} runs failed: {'; '.join(name for name, _ in jobs)}")
-        self.jobs = tuple(jobs)
-
-
 def raise_failures(jobs: Sequence[JobReturn], names: Sequence[str] | None = None) -> None:
-    """Raise ``SweepFailed`` if the return value of a job is an error; ``names`` default to the jobs' own overrides."""
+    """Raise ``SweepFailed`` if the return value of a job is a failure; ``names`` default to the jobs' own overrides."""
     names = own_overrides([list(job.overrides or ()) for job in jobs]) if names is None else names
     found = zip(names, (job.return_value for job in jobs), strict=True)
-    if failed := [(name, error) for name, error in found if isinstance(error, Exception)]:
+    if failed := [(name, value) for name, value in found if isinstance(value, Failure)]:
         raise SweepFailed(failed, len(jobs))
 
 

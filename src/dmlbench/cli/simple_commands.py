@@ -368,9 +368,14 @@ def clean(args: Any) -> None:
         if input(f"remove {counted(len(chosen), 'run')}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return
+    count = 0
     for run in chosen:
+        if (state := run.state) not in wanted:  # while the question waited
+            print(f"skipped, {state} by now: {run.path}")
+            continue
         remove_run(run.path)
-    print(f"removed {counted(len(chosen), 'run')}")
+        count += 1
+    print(f"removed {counted(count, 'run')}")
 
 
 def oodml(line: CommandLine) -> None:

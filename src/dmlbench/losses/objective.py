@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
+from pytorch_metric_learning import losses
 from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from torch import Tensor, nn
@@ -53,6 +53,10 @@ class Objective(nn.Module):
                 )
         plain = plain_loss(loss)
         _check_signature(plain)
+        if isinstance(plain, losses.CrossBatchMemory):  # checkpoints lack its pointer
+            raise ConfigError("loss: got PML's CrossBatchMemory, which cannot resume. Set loss=xbm.")
+        if isinstance(plain, losses.DynamicSoftMarginLoss):  # its histogram is for checkpoints, too
+            plain.register_buffer("hist_", plain.__dict__.pop("hist_"))
         if miner is not None and compares_with_classes(plain):
             raise ConfigError(f"{type(plain).__name__} compares images with class vectors, not pairs. Set miner=null.")
         looks_pairs_up_in_a_matrix = isinstance(plain, GenericPairLoss) and plain.loss_method == plain.mat_based_loss
@@ -82,6 +86,11 @@ class Objective(nn.Module):
     def requires(self) -> dict[str, tuple[str, ...]]:
         """Side outputs that each regularizer reads."""
         return {name: regularizer.requires for name, regularizer in self.regularizers.items()}
+
+    @property
+    def started(self) -> bool:
+        """Whether the memory takes part in the loss; true for losses without a memory."""
+        return not isinstance(self.loss, CrossBatchMemory) or self.loss.is_active
 
     def forward(self, output: ModelOutput, labels: Tensor, *, step: int) -> dict[str, Tensor]:
         """Value of every part and of the whole ("loss", what is differentiated); labels [B] are on the host."""
@@ -172,7 +181,7 @@ def _num_classes(loss: nn.Module) -> int | None:
     proxies = getattr(inner, "proxies", None)
     if proxies is not None:  # PML's losses do not all keep the number itself
         return len(proxies)
-    if isinstance(inner, NormalizedSoftmaxLoss):
+    if isinstance(inner, losses.NormalizedSoftmaxLoss):
         return int(inner.W.shape[1])
     beta = getattr(inner, "beta", None)
     if isinstance(beta, Tensor) and beta.numel() > 1:  # boundaries of PML's MarginLoss

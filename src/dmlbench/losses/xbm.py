@@ -1,5 +1,6 @@
 """Cross-batch memory (XBM): compare a batch not only with itself but with the batches before it."""
 
+import inspect
 from typing import Literal
 
 import torch
@@ -54,6 +55,13 @@ class CrossBatchMemory(Counters):
         check_at_least(0, start_step=start_step)
         check_positive(weight=weight)
         _require_references(loss, embedding_size)
+        if memory_miner is not None:
+            try:
+                inspect.signature(memory_miner.forward).bind(*range(4))
+            except TypeError:
+                raise ConfigError(
+                    f"memory_miner: got {type(memory_miner).__name__}, which chooses within a batch. Use a PML miner."
+                ) from None
         self.loss = loss
         self.memory_miner = memory_miner
         self.memory_size = memory_size

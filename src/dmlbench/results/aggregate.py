@@ -9,7 +9,7 @@ from typing import Any
 from dmlbench.evaluation.metrics.registry import in_table_order, of_queries, score_named
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results import store
-from dmlbench.results.caveats import MOST_RUNS
+from dmlbench.results.caveats import MOST_RUNS, is_late
 from dmlbench.results.rules import COLLECTIONS, ConfigRuns, DistanceOf, rule_named, spec_of_run, stored_collections
 from dmlbench.results.store import RESULT, Coordinates, RunInfo, run_name
 from dmlbench.runtime import read_json, remove_leftovers, write_json
@@ -123,9 +123,7 @@ def aggregate_config(
         "n_runs": len(results),
         "n_runs_expected": num_expected,
         "missing": missing,
-        "n_runs_not_started": sum(
-            not result.get("pooling_started", True) and result["steps"] > 0 for result in results.values()
-        ),
+        "n_runs_not_started": sum(is_late(result) for result in results.values()),
         "runs_sha256": source,
         "kmeans": spec.kmeans,
         **({"facts": facts} if any(facts.values()) else {}),

@@ -32,7 +32,10 @@ def caveats(scored: Mapping[str, Any]) -> list[str]:
             f"{IMPORTED}embeddings of other code; trained: {told['trained']}; selected: {told['selected']}{by_order}"
         )
     if count := scored.get("n_runs_not_started"):
-        found.append(f"NOT STARTED: in {counted(count, 'run')} the pooling's prototypes never started")
+        found.append(
+            f"NOT STARTED: in {counted(count, 'run')} the selected weights are from before the pooling's prototypes or "
+            "the loss's memory started"
+        )
     notes = data_notes(scored)
     if "n_query_published" in scored:
         notes.append(queries(scored))
@@ -49,6 +52,11 @@ def caveats(scored: Mapping[str, Any]) -> list[str]:
     elif scored["search"] != "exact":
         found.append(f"APPROXIMATE SEARCH: {scored['search']} ranks a shortlist of each query")
     return found
+
+
+def is_late(result: Mapping[str, Any]) -> bool:
+    """Whether the selected weights of a run are from before a part of its model or loss started."""
+    return result["steps"] > 0 and not (result.get("pooling_started", True) and result.get("memory_started", True))
 
 
 def data_notes(scored: Mapping[str, Any]) -> list[str]:

@@ -47,6 +47,14 @@ class OptimizerSettings:
                 raise ConfigError(
                     f"optim.lr_multipliers.{name}: got {factor}, expected at least 0. With 0, it is not trained."
                 )
+        for name in sorted({"lr", "weight_decay"} & getattr(self.optimizer, "keywords", {}).keys()):
+            raise ConfigError(
+                f"optim.optimizer.{name}: every group has its own, so it has no effect. Set optim.{name}."
+            )
+        try:  # before data are read
+            self.optimizer([Parameter(torch.zeros(1, 1))])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optim.optimizer: {error}. Change its arguments.") from error
 
 
 def parameter_groups(model_groups: NamedGroups, objective: nn.Module) -> dict[str, list[tuple[str, Parameter]]]:
