@@ -41,6 +41,9 @@ def test_missing_files_are_counted_and_the_first_ten_named(tmp_path: Path) -> No
     (tmp_path / "one.bmp").write_bytes(b"12345")  # of a format whose sizes tell the dimensions alone
     (tmp_path / "two.bmp").write_bytes(b"54321")
     assert len(set(file_contents(tmp_path, ["here.png", "one.bmp", "two.bmp"], name="x").tolist())) == 3
+    for name, content in (("one.pgm", b"12345"), ("two.pgm", b"54321")):
+        (tmp_path / name).write_bytes(content)
+    assert len(set(file_contents(tmp_path, ["one.pgm", "two.pgm"], name="x").tolist())) == 2
     with pytest.raises(DataError, match=r"x: 12 of 13 listed images are missing in .*m0\.png, .*m9\.png and 2 more"):
         file_contents(tmp_path, ["here.png", *(f"m{i}.png" for i in range(12))], name="x")
 

@@ -138,7 +138,7 @@ def test_halves_are_halves_and_entropies_have_closed_forms() -> None:
     assert tied_to_classes(np.eye(4)) == pytest.approx(2) and tied_to_classes(np.full((4, 4), 0.25)) == pytest.approx(0)
 
 
-def test_the_published_parts_need_the_same_classes() -> None:
+def test_the_published_parts_need_the_same_classes(caplog: pytest.LogCaptureFixture) -> None:
     def table(*paths: str, labels: list[int]):
         names = [f"c{i}" for i in range(max(labels) + 1)]
         return table_of(Listing("", paths, np.array(labels), names, np.full(len(labels), "train"), digest="x"))
@@ -147,6 +147,10 @@ def test_the_published_parts_need_the_same_classes() -> None:
     assert split.train.tolist() == [0] and split.test is not None and split.test.query.tolist() == [1, 2]
     with pytest.raises(DataError, match="same classes in train/ and test/"):
         SameClasses().split(table("train/a", "test/b", labels=[0, 1]), fold=0)
+    with pytest.raises(DataError, match=r"no query in the test set of .* has a positive"):
+        SameClasses().split(table("train/a", "test/b", labels=[0, 0]), fold=0)
+    SameClasses().split(table("Train/a", "Test/b", "test/c", "val/d", labels=[0, 0, 0, 0]), fold=0)
+    assert "1 image of '' outside of train/ and test/ not used" in caplog.text
 
 
 # GSP, figure 3a

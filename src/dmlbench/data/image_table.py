@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dmlbench.data.published_images import deviations_of_sample
 from dmlbench.types import ROLES, DataError, ImageTable, IntArray, Originals, closest, counted, shorten
 
-_UNCOMPRESSED = (".bmp", ".ppm", ".tif", ".tiff")
+_COMPRESSED = (".avif", ".gif", ".heic", ".jfif", ".jp2", ".jpeg", ".jpg", ".png", ".webp")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def halved_roles(labels: IntArray, num_classes: int) -> NDArray[np.str_]:
 def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, name: str) -> IntArray:
     """[N] sizes in bytes of the files, all of which must exist.
 
-    Of uncompressed formats, whose sizes tell the dimensions alone, also a checksum << 31.
+    Of formats without compression, whose sizes tell the dimensions alone, and of unknown ones also a checksum << 31.
     """
     contents = np.zeros(len(paths), dtype=np.int64)
     missing: list[str] = []
@@ -222,7 +222,7 @@ def file_contents(root: str | Path, paths: Sequence[str] | NDArray[np.str_], *, 
             missing.append(path)
             continue
         contents[row] = status.st_size
-        if path.lower().endswith(_UNCOMPRESSED):
+        if not path.lower().endswith(_COMPRESSED):
             try:
                 contents[row] += zlib.crc32(Path(folder + path).read_bytes()) << 31
             except OSError as error:

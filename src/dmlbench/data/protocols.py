@@ -32,6 +32,7 @@ class Protocol:
 
     name: ClassVar[str]
     least_folds: ClassVar[int] = 1
+    shares_classes: ClassVar[bool] = False  # between training and test
 
     def __post_init__(self) -> None:
         for count, least in (("num_folds", self.least_folds), ("num_repeats", 1), ("num_parts", 2)):
@@ -70,7 +71,7 @@ class Protocol:
         Raises an error if a set is empty, if sets share a class, or if no query of a set has a positive.
         """
         self.check_fold(fold)
-        return check_split(self._split(table, fold), table)
+        return check_split(self._split(table, fold), table, shares_classes=self.shares_classes)
 
     def check_fold(self, fold: int) -> None:
         check_fold(fold, self.num_folds)
@@ -224,8 +225,8 @@ class TwoStage(Protocol):
         return Split(name, fold, train, val=None, test=_test_set(table))
 
 
-def check_split(split: Split, table: ImageTable) -> Split:
-    """The split itself, if its sets are not empty, share no classes, and have a query with a positive.
+def check_split(split: Split, table: ImageTable, *, shares_classes: bool = False) -> Split:
+    """The split itself, if its sets are not empty, share no classes (or may), and have a query with a positive.
 
     Queries without a positive are legal: evaluation skips and counts them.
     """
@@ -243,7 +244,7 @@ def check_split(split: Split, table: ImageTable) -> Split:
             raise DataError(f"the {what} set of {split.name} has a row twice, expected each once.")
     for first, second in combinations(sets, 2):
         shared = np.intersect1d(table.labels[sets[first]], table.labels[sets[second]])
-        if len(shared) and not (split.val_is_test and first == "validation"):
+        if len(shared) and not shares_classes and not (split.val_is_test and first == "validation"):
             raise DataError(
                 f"the {first} and {second} sets of {split.name} share {len(shared)} classes, such as "
                 f"'{table.class_names[shared[0]]}', expected none."

@@ -320,6 +320,10 @@ def test_batches_of_libc_may_have_another_number_of_classes_each_epoch() -> None
             next(size for size in (6, 4, 3, 2) if np.ptp(sampler.labels[rows].reshape(-1, size), axis=1).max() == 0)
         )
     assert sizes == {2, 3, 4, 6}
+    few = samplers.SplitClassBatchSampler(
+        labels_of([2] * 6), classes_per_batch=6, images_per_class=9, seed=0, vary_classes=True
+    )
+    assert all(len(batch.rows) == 54 for epoch in range(12) for batch in epoch_of(few, epoch))
 
 
 # Recorded from gedml 0.2.2, MPerClassFullSampler (core/samplers/m_per_class_full_sampler.py), which zbr17/AVSL fd2686e4

@@ -1,5 +1,7 @@
 """Transforms: sizes, what the seed decides, and equality with torchvision and with slicing."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,17 @@ def test_an_own_transform_is_decided_by_each_image_s_seed(monkeypatch: pytest.Mo
     for i in range(3):
         torch.manual_seed(SEEDS[i])
         assert torch.equal(whole[i], jitter(images[i]))
+
+    def dimmed(image: torch.Tensor) -> torch.Tensor:
+        return image * random.choice([0, 1]) * np.random.choice([0, 1])  # noqa: NPY002
+
+    either = random_resized_crop(**MLRC, augment=dimmed)
+    chosen = either.augmented(images.repeat(8, 1, 1, 1), SEEDS[:24])
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    assert torch.equal(either.augmented(images.repeat(8, 1, 1, 1), SEEDS[:24]), chosen)
+    assert len(chosen.flatten(1).any(dim=1).unique()) > 1
+    assert random.random() == random.Random(5).random()
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the generator of GPUs was seeded"))
     assert torch.equal(transform.augmented(images, SEEDS[:3]), whole)
     assert random_resized_crop(**MLRC).augmented(images, SEEDS[:3]) is images

@@ -1,11 +1,12 @@
 """Reading one image: every mode becomes upright RGB, and what cannot be read is named."""
 
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from dmlbench.data.images.sources import read_image
 from dmlbench.types import DataError
@@ -33,6 +34,24 @@ def test_exif_rotation_is_applied(tmp_path: Path, suffix: str, orientation: int,
     exif[0x0112] = orientation
     Image.new("RGB", (6, 4)).save(tmp_path / f"turned.{suffix}", exif=exif)
     assert read_image(tmp_path / f"turned.{suffix}").size == size
+
+
+def test_exif_tags_of_the_wrong_type_do_no_harm(tmp_path: Path) -> None:
+    turned = struct.pack("<HHII", 0x0112, 3, 1, 6)
+    unit = struct.pack("<HHI4s", 0x0128, 2, 2, b"x")  # ResolutionUnit, a number, as text
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + turned + unit + bytes(4)
+    Image.new("RGB", (6, 4)).save(tmp_path / "turned.jpg", exif=exif)
+    assert read_image(tmp_path / "turned.jpg").size == (4, 6)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_undone_as_pillow_does(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    with Image.open(tmp_path / "turned.png") as file:
+        assert np.array_equal(read_image(tmp_path / "turned.png"), ImageOps.exif_transpose(file))
 
 
 @pytest.mark.parametrize("content", [b"", b"no image at all", None, "a pipe"])

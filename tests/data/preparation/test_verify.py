@@ -76,10 +76,12 @@ def test_modes_rotations_and_tiny_images_are_counted_and_not_broken(root: Path) 
     Image.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20) * 100).save(root / "dog" / "deep.png")
     save(root, "dog/turned.jpg", seed=6, exif=6)
     save(root, "dog/tiny.jpg", seed=7, size=(15, 40))
+    Image.new("RGB", (20, 20), (9, 99, 199)).save(root / "dog/plain.png")
     report = report_of(root)
     assert report.modes == {"CMYK": 1, "I;16": 1, "L": 2, "P": 1, "RGBA": 1}
     assert report.rotated == 1
     assert report.tiny == ("dog/tiny.jpg",)
+    assert report.constant == ("dog/plain.png",)
     assert report.broken == ()
 
 

@@ -83,6 +83,11 @@ def test_an_accent_may_be_stored_in_either_way(tmp_path: Path) -> None:
     write_images(tmp_path, ["cafe\u0301/1.png", "tea/1.png"])
     (tmp_path / "train.txt").write_text("caf\u00e9\n", encoding="utf-8")
     assert folder(tmp_path, train_classes="train.txt").class_names == ("cafe\u0301", "tea")
+    write_images(
+        tmp_path / "both", ["train/cafe\u0301/1.png", "train/tea/1.png", "test/caf\u00e9/1.png", "test/zoo/1.png"]
+    )
+    with pytest.raises(DataError, match="1 class in both the train and the test half"):
+        folder(tmp_path / "both")
 
 
 def test_lists_of_classes_set_the_halves_and_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,6 +141,14 @@ def test_paths_are_relative_to_root_wherever_the_csv_is(tmp_path: Path) -> None:
     assert folder(tmp_path / "images", csv="../lists/list.csv").paths.tolist() == ["1.png", "2.png"]
     with pytest.raises(DataError, match=r"2 of 2 listed images are missing in .*: 1\.png, 2\.png"):
         folder(tmp_path, csv="lists/list.csv")
+    (tmp_path / "list.csv").write_text(f"path,label\n{tmp_path}/images/1.png,a\nimages/2.png,b\n")
+    assert folder(tmp_path, csv="list.csv").paths.tolist() == ["images/1.png", "images/2.png"]
+
+
+def test_images_of_any_known_suffix_are_read_and_folders_with_one_are_folders(tmp_path: Path) -> None:
+    write_images(tmp_path, ["a/1.pgm", "a/2.png", "b/clip.gif/1.png", "b/2.JP2"])
+    (tmp_path / "a/2.png").rename(tmp_path / "a/2.jfif")
+    assert folder(tmp_path).paths.tolist() == ["a/1.pgm", "a/2.jfif", "b/2.JP2", "b/clip.gif/1.png"]
 
 
 def test_lists_of_classes_merge_the_folders_of_a_split_for_classification(tmp_path: Path) -> None:

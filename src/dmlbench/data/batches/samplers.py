@@ -256,7 +256,8 @@ class SplitClassBatchSampler(_BalancedSampler):
             missing = size - len(own) % size
             groups.append(np.concatenate([own, random.choice(own, missing, replace=False)]).reshape(-1, size))
         together = random.permutation(np.concatenate(groups))
-        more = random.choice(len(together), -len(together) % count, replace=False)
+        missing = -len(together) % count
+        more = random.choice(len(together), missing, replace=missing > len(together))
         return np.concatenate([together, together[more]]).reshape(-1, count * size)
 
 

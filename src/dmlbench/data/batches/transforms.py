@@ -3,7 +3,9 @@
 ``CropTransform`` cuts images of any size one by one; ``ShiftTransform`` shifts a batch of equal size on the device.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -87,9 +89,11 @@ class CropTransform:
         if self.augment is None:
             return images
         found = []
-        with torch.random.fork_rng(devices=[]):
+        with _forked_generators():
             for image, seed in zip(images, seeds, strict=True):
                 torch.default_generator.manual_seed(seed)  # not those of GPUs
+                random.seed(seed)
+                np.random.seed(seed % 2**32)  # noqa: NPY002 - what transforms of others draw from
                 out = self.augment(image)
                 if not isinstance(out, Tensor) or (out.dtype, out.shape) != (image.dtype, image.shape):
                     got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
@@ -99,6 +103,18 @@ class CropTransform:
                     )
                 found.append(out)
         return torch.stack(found)
+
+
+@contextlib.contextmanager
+def _forked_generators() -> Iterator[None]:
+    """Leave the global generators of torch, Python and numpy as they were."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Where pixels come from: files read and resized on request, arrays in memory, or images passed from Python."""
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from dmlbench.types import DataError, ImageTable
@@ -16,6 +17,17 @@ from dmlbench.types import DataError, ImageTable
 Kernel = Literal["pillow", "torch"]
 Given = str | Path | Image.Image | NDArray[np.uint8] | Tensor
 
+_UNREADABLE = (
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error),
+    Image.DecompressionBombError,
+)
+"""What Pillow raises for damaged files."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+"""What undoes each EXIF orientation."""
 _CHANNELS = (1, 3, 4)  # of grey, RGB and RGBA pixels in memory
 _SLICE = 16  # images that a thread reads before it looks whether to stop
 
@@ -30,8 +42,8 @@ def read_image(path: str | Path) -> Image.Image:
     try:
         with Image.open(path) as file:
             file.load()
-            image = ImageOps.exif_transpose(file)
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, Image.DecompressionBombError) as error:
+            image = _upright(file)
+    except _UNREADABLE as error:
         raise DataError(
             f"image '{path}' cannot be read ({error}). Replace the file, or remove it from the data; `dmlbench data "
             "verify` lists all such files."
@@ -40,6 +52,12 @@ def read_image(path: str | Path) -> Image.Image:
         return as_rgb(image)
     except DataError as error:
         raise DataError(f"image '{path}' {error}") from None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    # Pillow's exif_transpose also writes the other tags again, which fails where one of them has the wrong type.
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -134,10 +152,10 @@ class GivenImages:
             image = read_image(Path(given).expanduser())
         elif isinstance(given, Image.Image):
             try:
-                image = as_rgb(ImageOps.exif_transpose(given))
+                image = as_rgb(_upright(given))
             except DataError as error:
                 raise DataError(f"image {self.names[row]} {error}") from None
-            except (OSError, SyntaxError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise DataError(f"image {self.names[row]} cannot be read ({error}). Open it again.") from error
         else:
             if isinstance(given, Tensor):

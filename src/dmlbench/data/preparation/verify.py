@@ -1,6 +1,7 @@
 """Describes a data set, and inspects its images for unreadable, odd, duplicated and unlisted ones."""
 
 import hashlib
+import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,7 @@ class Report:
         modes: number of files that are not 8-bit RGB, by Pillow's mode.
         rotated: number of files with an EXIF orientation to apply.
         tiny: paths of images with a side below ``TINY_SIDE`` pixels.
-        constant: paths of images of one color, in array data sets.
+        constant: paths of images of one color.
         twins: paths of each group of images with the same bytes; of these groups, ``across_classes`` span several
             classes and ``across_halves`` both halves.
     """
@@ -63,15 +64,15 @@ def verify(
         return _verify_pixels(table, watch)
     contents = file_contents(table.root, table.paths, name=table.name)
     _, inverse, counts = np.unique(contents, return_inverse=True, return_counts=True)
-    has_rival = (counts[inverse] > 1).tolist()  # files of other sizes, or other checksums if not compressed, differ
+    has_rival = (counts[inverse] > 1).tolist()  # other contents have other images
     paths = table.paths.tolist()
-    reasons, digests = [""] * len(paths), [""] * len(paths)
+    reasons, digests, is_constant = [""] * len(paths), [""] * len(paths), [False] * len(paths)
     headers: list[Header | None] = [None] * len(paths)
 
     def look(row: int) -> None:
         name = os.path.join(table.root, paths[row])
         try:
-            read_image(name)
+            is_constant[row] = all(low == high for low, high in read_image(name).getextrema())
             digests[row] = file_sha256(name) if has_rival[row] else ""
             headers[row] = read_header(name)
         except (DataError, OSError) as error:
@@ -92,6 +93,7 @@ def verify(
         modes=dict(sorted(Counter(header.mode for _, header in readable if header.mode != "RGB").items())),
         rotated=sum(header.orientation in range(2, 9) for _, header in readable),
         tiny=tuple(path for path, header in readable if min(header.width, header.height) < TINY_SIDE),
+        constant=tuple(itertools.compress(paths, is_constant)),
         **_twins(table, digests),
         deviations=() if originals is None else deviations(headers, originals, np.arange(len(headers))),
         unlisted=tuple(unlisted(table, whole_root=whole_root)),

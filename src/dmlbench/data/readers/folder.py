@@ -3,6 +3,7 @@
 import csv as csv_module
 import io
 import logging
+import os
 import posixpath
 import re
 import unicodedata
@@ -84,6 +85,10 @@ def folder(
         )
     has_lists = train_classes is not None or test_classes is not None
     images, layout = _read_csv(root / csv) if csv is not None else _read_tree(root, name, merge=has_lists)
+    if csv is not None:
+        images["path"] = images["path"].str.removeprefix(f"{Path(os.path.abspath(root)).as_posix()}/")
+    for column in images.columns.intersection(["label", "super_label"]):
+        images[column] = _in_one_form(images[column])
     class_names = _sorted_classes(images["label"])
     num_train = len(class_names) // 2
     if has_lists:
@@ -232,7 +237,7 @@ def _listed_classes(
 
 
 def _read_classes(file: Path, known: Sequence[str]) -> list[str]:
-    written = {unicodedata.normalize("NFC", c): c for c in known}  # file systems store an accent in one of two ways
+    written = {unicodedata.normalize("NFC", c): c for c in known}
     listed: list[str] = []
     for number, line in enumerate(read_text(file, remedy=_CORRECT_PATH).split("\n"), start=1):
         if class_name := unicodedata.normalize("NFC", _COMMENT.sub("", line).strip()):
@@ -244,6 +249,12 @@ def _read_classes(file: Path, known: Sequence[str]) -> list[str]:
     if len(set(listed)) < len(listed) or not listed:
         raise DataError(f"'{file}': got {len(listed)} classes, expected one or more, each once. Correct it.")
     return listed
+
+
+def _in_one_form(names: Iterable[str]) -> list[str]:
+    """Names as they are, but each in the form in which it occurs first: an accent can be stored in one of two ways."""
+    first: dict[str, str] = {}
+    return [first.setdefault(unicodedata.normalize("NFC", name), name) for name in names]
 
 
 def _sorted_classes(class_of: Iterable[str]) -> list[str]:

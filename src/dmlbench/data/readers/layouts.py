@@ -12,7 +12,10 @@ from dmlbench.types import DataError, ImageTable
 # Folders that mirrors' archives wrap a data set in.
 _WRAPPERS = ("archive", "data", "dataset")
 _DEPTH = 3
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGE_SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm"),
+    *(".tif", ".tiff", ".webp"),
+)
 
 # Mirrors sort the images of each class into these; metric learning splits by class instead and merges them again.
 SPLIT_FOLDERS = ("train", "test", "val", "valid")
@@ -193,7 +196,7 @@ def images_below(top: Path) -> list[str]:
 
 def images_in(folder: Path) -> list[str]:
     """Sorted names of the image files directly in a folder, hidden ones left out."""
-    names = sorted(name for entry in _entries(folder) if is_image(name := entry.name))
+    names = sorted(name for entry in _entries(folder) if is_image(name := entry.name) and not _is_folder(entry))
     for name in (folder.name, *names):
         try:
             name.encode()
@@ -209,9 +212,7 @@ def is_image(name: str) -> bool:
 
 def subfolders(folder: Path) -> list[str]:
     """Sorted names of the visible folders in a folder; symbolic links to folders count."""
-    # os.path.isdir knows that a link to itself is none; other entries need no look at the disk
-    folders = (entry for entry in _entries(folder) if (os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()))
-    return sorted(entry.name for entry in folders if entry.name[0] != ".")
+    return sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and _is_folder(entry))
 
 
 def plain_name(name: str) -> str:
@@ -222,6 +223,11 @@ def plain_name(name: str) -> str:
 def read_names(data_set: str) -> tuple[str, ...]:
     """The class names of a data set in published order, from the list next to this module."""
     return tuple(Path(__file__).with_name(f"{data_set}_names.txt").read_text(encoding="utf-8").splitlines())
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # os.path.isdir knows that a link to itself is none; other entries need no look at the disk
+    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
