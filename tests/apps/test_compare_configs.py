@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from written_runs import write_run
 
-from dmlbench.apps.compare_configs import BY_HAND, _distinct, changed_settings
+from dmlbench.apps.compare_configs import BY_HAND, _distinct, changed_settings, find_configs
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.results.config_table import NAMING_GROUPS, config_labels
 from dmlbench.types import flatten
 
@@ -86,3 +88,17 @@ def test_what_is_given_by_hand_is_told_from_what_options_and_papers_say(stored, 
 def test_labels_that_are_equal_get_the_hashes_of_their_configs() -> None:
     configs = [Path("a/r-gap-l-11111111"), Path("a/r-gap-l-22222222"), Path("a/r-gsp-l-33333333")]
     assert _distinct(["gap", "gap", "gsp"], configs) == ["gap [11111111]", "gap [22222222]", "gsp"]
+
+
+def test_a_pattern_of_runs_summarizes_these_whatever_was_summarized_before(tmp_path: Path) -> None:
+    for repeat in range(3):
+        changes = {
+            "aggregation": "mean_of_test",
+            "num_folds": 1,
+            "metrics": {"test": {"p_at_1": 0.1 * repeat}, "val": {}},
+        }
+        write_run(tmp_path / f"glyphs/mlrc/config/fold0_rep{repeat}", **changes)
+    spec = EvaluationSpec(metrics=("p_at_1",))
+    for pattern, runs in (("**", 3), ("glyphs/mlrc/config/fold0_rep2", 1), ("**", 3)):
+        ((_, (config,)),) = find_configs(str(tmp_path), pattern, spec, allow_partial=True).items()
+        assert config.summary["n_runs"] == runs

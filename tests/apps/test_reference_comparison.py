@@ -1,5 +1,6 @@
 """Rows against references, from runs that the test writes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +17,20 @@ from dmlbench.apps.reference_comparison import (
     score_figure,
 )
 from dmlbench.results.collections import holm, paired_difference
-from dmlbench.results.store import RunInfo
+from dmlbench.results.store import Coordinates, RunInfo
 from dmlbench.types import ConfigError
 
 LABELS = np.repeat(np.arange(10), 4)
 AT = [(fold, repeat) for fold in range(4) for repeat in range(3)]
 
 
-def config(folder: Path, label: str, base: float, seed: int, missing: tuple[str, ...] = ()) -> ConfigSummary:
+def config(
+    folder: Path, label: str, base: float, seed: int, missing: tuple[str, ...] = (), at: Sequence[Coordinates] = AT
+) -> ConfigSummary:
     """A config of twelve runs whose scores of queries lie around ``base``."""
     rng = np.random.default_rng(seed)
     runs, raw = [], {}
-    for fold, repeat in AT:
+    for fold, repeat in at:
         path = folder / label / f"fold{fold}_rep{repeat}"
         path.mkdir(parents=True)
         scores = base + 0.01 * fold + 0.01 * rng.normal(size=len(LABELS))
@@ -89,6 +92,22 @@ def test_figures_rank_the_best_rows_first_and_leave_incomplete_ones_out(configs,
     ranks = rank_figure({"glyphs": configs}, "map_at_r").axes[0]
     assert [tick.get_text() for tick in ranks.get_yticklabels()][::-1][0] == "better"
     assert ranks.texts[-1].get_text() == "1.0"
+
+
+def test_one_pair_of_runs_tells_nothing(tmp_path: Path) -> None:
+    both = [
+        config(tmp_path, label, base, seed, at=AT[:1]) for label, base, seed in (("one", 0.5, 0), ("other", 0.6, 1))
+    ]
+    found = differences_of(both, ["one"], ["map_at_r"])["map_at_r"]
+    assert (found["one"][0].p_value, found["one"][0].is_significant) == (None, False)
+    assert conclusions(found, "map_at_r") == ["MAP@R: not tested, as each difference is from one pair of runs"]
+
+
+def test_runs_of_different_queries_cannot_be_compared(configs) -> None:
+    path = configs[1].runs[3].path / "per_query.csv"
+    pd.read_csv(path, index_col=0).iloc[:-1].to_csv(path)
+    with pytest.raises(ConfigError, match="got runs of different queries"):
+        differences_of(configs, ["base"], ["map_at_r"])
 
 
 def test_rows_that_no_seed_changes_have_no_p_value_and_are_told_apart_by_classes(tmp_path: Path) -> None:

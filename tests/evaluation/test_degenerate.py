@@ -42,6 +42,13 @@ def test_sound_embeddings_have_no_sign() -> None:
     assert evaluate_arrays(rows, np.tile(LABELS, 6), spec=SPEC).degenerate == ()
 
 
+def test_embeddings_so_near_that_rounding_decides_are_told() -> None:
+    directions = np.linalg.qr(np.random.default_rng(0).normal(size=(60, 60)))[0]
+    near = (directions[0] + 1e-4 * directions).astype(np.float32)
+    assert degenerate(near) == ("the embeddings differ so little that rounding can decide their order",)
+    assert degenerate((directions[0] + 1e-2 * directions).astype(np.float32)) == ()
+
+
 @pytest.mark.parametrize("length", ["one", "many"])
 def test_a_constant_is_told_with_the_ties_that_decide(length: str) -> None:
     rows = np.ones((60, 8), np.float32)

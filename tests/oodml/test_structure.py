@@ -77,6 +77,8 @@ def test_spectral_decay_of_even_and_of_missing_directions() -> None:
     assert structure(four, one)["spectral_decay"] == pytest.approx(expected)
     flat = np.random.default_rng(0).normal(size=(20, 2)) @ np.ones((2, 3))
     assert structure(flat.astype(np.float32), np.arange(20) % 4)["spectral_decay"] is None
+    few = np.random.default_rng(0).normal(size=(8, 12))  # fewer images than dimensions
+    assert structure(few, np.arange(8) % 4)["spectral_decay"] is None
 
 
 def test_density_is_undefined_where_the_classes_have_one_center() -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,11 @@ def find_configs(
     return named_configs(grouped)
 
 
-def summary_of(
-    path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool,
-    coordinates: Collection[store.Coordinates] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """The summary of a config's present runs, or of those with ``coordinates``, with the scores of ``spec``."""
+def summary_of(path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool) -> dict[str, Any]:
+    """The summary of the complete ones of these runs of a config, with the scores of ``spec``."""
     summary = read_aggregate(path)
-    if summary is not None and is_current(path, summary, coordinates):
+    done = [(run.fold, run.repeat) for run in runs if run.state == "done"]
+    if summary is not None and is_current(path, summary, done):
         result = store.read_result(next(run.path for run in runs if run.state == "done"))
         if has_scores(summary, spec_of_run(spec, result)):
             return summary

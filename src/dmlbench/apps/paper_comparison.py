@@ -117,8 +117,7 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
         waits = False
         while True:
             try:
-                complete = [(run.fold, run.repeat) for run in found if run.state == "done"]
-                made = summary_of(folder, found, spec, allow_partial=True, coordinates=complete)
+                made = summary_of(folder, found, spec, allow_partial=True)
                 break
             except RunInUse as error:  # another process summarizes the same runs
                 if not waits:

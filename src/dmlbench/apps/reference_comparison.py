@@ -28,14 +28,16 @@ class Difference:
 
     label: str
     paired: PairedDifference
-    p_value: float | None  # after Holm, over the rows compared with this reference; None if no seed changes the scores
+    p_value: float | None  # after Holm, over the rows compared with this reference; None where t is undefined
     classes: tuple[float, float]  # 95 % interval by the bootstrap over test classes
 
     @property
     def is_significant(self) -> bool:
-        """By the p-value; without one by the bootstrap over classes."""
+        """By the p-value; by the bootstrap over classes where no seed changes either row; not from one pair of runs."""
+        if self.p_value is not None:
+            return self.p_value < _LEVEL
         low, high = self.classes
-        return low * high > 0 if self.p_value is None else self.p_value < _LEVEL
+        return self.paired.n_pairs > 1 and low * high > 0
 
     @property
     def is_ahead(self) -> bool:
@@ -94,10 +96,15 @@ def _query_scores(
 ) -> tuple[dict[str, pd.DataFrame], NDArray[np.int64]]:
     """Scores of each config's queries, averaged over runs, by label; and the queries' classes [Q]."""
     found: dict[str, pd.DataFrame] = {}
+    queries: pd.DataFrame | None = None
     for config in configs:
         frames = [pd.read_csv(run.path / PER_QUERY) for run in _summarized(config)]
         found[config.label] = pd.concat([frame[list(metrics)] for frame in frames]).groupby(level=0).mean()
-    return found, frames[0]["label"].to_numpy()
+        queries = frames[0][["id", "label"]] if queries is None else queries
+        if not all(frame[["id", "label"]].equals(queries) for frame in frames):
+            raise ConfigError("reproduce.references: got runs of different queries, expected one test set. Remove it.")
+    assert queries is not None
+    return found, queries["label"].to_numpy()
 
 
 def _by_run(config: ConfigSummary, metric: str) -> dict[Coordinates, float]:
@@ -125,7 +132,8 @@ def reference_table(title: str, configs: Sequence[ConfigSummary], found: Differe
         pd.DataFrame(columns, index=pd.Index([config.label for config in configs], name="row"), dtype=object),
         notes=(
             "points, with 95 % t intervals over pairs of runs with the same fold, repeat and seed",
-            "p: two-sided, after Holm's correction over the rows of a column; none where no seed changes either row",
+            "p: two-sided, after Holm's correction over the rows of a column; none for one pair of runs, or where no "
+            "seed changes either row",
             "classes: 95 % intervals of the bootstrap over test classes, of scores averaged over runs; not corrected",
         ),
         align="l" + "r" * len(columns),
@@ -139,7 +147,7 @@ def _lines(found: Differences, metric: str) -> list[dict[str, object]]:
             "row": one.label, "reference": reference, "metric": metric, "difference": one.paired.difference,
             "low": (one.paired.interval or (None, None))[0], "high": (one.paired.interval or (None, None))[1],
             "p_value": one.paired.p_value, "p_holm": one.p_value, "classes_low": one.classes[0],
-            "classes_high": one.classes[1], "pairs": one.paired.n_pairs,
+            "classes_high": one.classes[1], "pairs": one.paired.n_pairs, "over": one.paired.over,
         }
         for reference, differences in found.items() for one in differences
     ]  # fmt: skip
@@ -163,6 +171,8 @@ def conclusions(found: Differences, metric: str) -> list[str]:
     """Sentences: which rows do not differ significantly from the first reference, which do not beat the others."""
     label = score_named(metric).label
     (first, of_first), *others = found.items()
+    if all(one.paired.n_pairs == 1 for one in of_first):
+        return [f"{label}: not tested, as each difference is from one pair of runs"]
     alike = [one.label for one in of_first if not one.is_significant]
     sentences = [f"{label}: no significant difference from {first}: {', '.join(alike) or 'no row'}"]
     for reference, differences in others:

@@ -16,6 +16,8 @@ from dmlbench.types import EmbeddingSet, IntArray, RunError
 _SHARE = 0.01  # of equal rows, and of queries decided by ties: up to this not worth a word
 _PLACES, _NEAR = 1e5, 2e-7  # in which equal unit vectors agree; a direction of many lengths rounds to values so near
 _QUERIES, _TILE = 2000, 256
+_LEAST_SPREAD = 1e-3  # of unit vectors; rounding to float32 moves a cosine by as much as a difference of 3e-4
+_ROUNDED = "the embeddings differ so little that rounding can decide their order"
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,19 @@ def degeneracies(queries: EmbeddingSet, gallery: EmbeddingSet, relevance: Releva
     first, inverse, counts = _groups(gallery)
     equal = int(counts[counts > 1].sum())
     if equal <= _SHARE * len(gallery):
-        return found
+        return [*found, _ROUNDED] if cosine and _spread(gallery) < _LEAST_SPREAD else found
     found.append(f"{100 * equal / len(gallery):.1f} % of the embeddings are equal to another one")
     share = _tie_share(queries, gallery.rows[torch.from_numpy(first)], inverse, relevance) if cosine else 0.0
     if share > _SHARE:
         found.append(f"ties, broken by the gallery's order, decide {100 * share:.1f} % of the queries")
     return found
+
+
+def _spread(part: EmbeddingSet) -> float:
+    """Root mean square distance of unit vectors from their mean, by at most 2,000 of them."""
+    rows = part.rows[:: max(1, len(part) // _QUERIES)].to("cpu", torch.float64)
+    rows = torch.nn.functional.normalize(rows[rows.any(dim=1)])
+    return float((rows - rows.mean(dim=0)).square().sum(dim=1).mean().sqrt()) if len(rows) else 0.0
 
 
 def _lengths(part: EmbeddingSet) -> torch.Tensor:

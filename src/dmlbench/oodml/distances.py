@@ -26,7 +26,7 @@ from dmlbench.oodml.splits import halves_of
 from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import CONFIG, read_result
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, check_choice
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, RetrievalSet, check_choice, counted
 
 
 def measure(args: Any) -> Iterator[str]:
@@ -129,6 +129,9 @@ def transfer(args: Any) -> Iterator[str]:
     for name, result, setup in loaded:
         own_data: ImageTable = setup.data.table
         shared = np.intersect1d(own_data.labels[setup.data.split.train], table.labels[test.rows])
+        names = {own_data.class_names[c] for c in own_data.labels[setup.data.split.train]}
+        if both := sorted(names & {table.class_names[c] for c in table.labels[test.rows]}):
+            notes += [f"{name} was trained on {counted(len(both), 'class')} named as test classes, such as '{both[0]}'"]
         if own_data.fingerprint == table.fingerprint and len(shared):
             raise ConfigError(
                 f"{name} was trained on {len(shared)} classes of the test half of {table.name}, such as "

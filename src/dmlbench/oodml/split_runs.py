@@ -94,8 +94,7 @@ def chosen_runs(runs: Sequence[str], configs: str | None, output_dir: str) -> li
 def named_runs(paths: Sequence[Path]) -> dict[Group, list[SplitRun]]:
     """Group runs by data set and protocol, sorted by method, fold and repeat.
 
-    Runs over different split files are in different groups. Of configs that differ only in their evaluation, one is
-    taken and logged.
+    Runs over different split files are in different groups.
     """
     results = {path: read_result(path) for path in dict.fromkeys(paths)}
     one_of = {path.parent: path for path in results}

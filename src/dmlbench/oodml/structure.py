@@ -5,7 +5,7 @@ Source: Roth et al., Revisiting Training Strategies and Generalization Performan
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def structure(rows: ArrayLike, labels: ArrayLike) -> Measures:
         inter: mean cosine distance between the normalized class means.
         density: intra / inter; None where all class means have one direction.
         spectral_decay: sum_i u log(u / s_i) with the singular values s, divided by their sum, and u = 1 / D; None where
-            it is infinite. All D singular values count, as in ooDML's code on a GPU (metrics/rho_spectrum.py:19); on a
-            CPU that code takes the D - 1 largest, 511 at most.
+            it is infinite, as with fewer images than dimensions. All D singular values count, as in ooDML's code on a
+            GPU (metrics/rho_spectrum.py:19); on a CPU that code takes the D - 1 largest, 511 at most.
     """
     given, classes = np.asarray(rows, dtype=np.float64), np.asarray(labels, dtype=np.int64)
     if not np.isfinite(given).all():
@@ -76,9 +76,9 @@ def structure(rows: ArrayLike, labels: ArrayLike) -> Measures:
     length = np.linalg.norm(given, axis=1, keepdims=True)
     unit = given / np.where(length > 0, length, 1.0)
     intra, inter = class_distances(unit, classes)  # type: ignore[arg-type]  # which it takes of any precision
-    values = scipy.linalg.svdvals(unit)
+    values = scipy.linalg.svdvals(unit)  # [min(N, D)]
     decay = None
-    if values[-1] > _ROUNDING * values[0]:
+    if len(values) == unit.shape[1] and values[-1] > _ROUNDING * values[0]:
         decay = float(-np.mean(np.log(values / values.sum() * len(values))))
     density = intra / inter if inter > _SAME_DIRECTION else None
     return {"intra": intra, "inter": inter, "density": density, "spectral_decay": decay}
@@ -102,7 +102,10 @@ def structure_of_run(run_dir: Path, *, device: str = "auto", num_workers: int | 
 def correlate(args: Any) -> Iterator[str]:
     """Measure the chosen runs, and write tables and a figure of each group."""
     spec = component(args.evaluation)
-    for title, stem, runs in grouped_runs(args):
+    groups = list(grouped_runs(args))
+    for _, _, runs in groups:
+        _require_markers({run.label for run in runs})
+    for title, stem, runs in groups:
         values = []
         for run in tqdm(runs, desc="structure", disable=None, unit="run"):
             # first: it raises for runs whose embeddings are not compared as unit vectors
@@ -186,15 +189,19 @@ def correlation_tables(title: str, runs: Sequence[SplitRun], found: pd.DataFrame
     return "\n".join([*parts, *(f"- {note}" for note in notes), ""])
 
 
+def _require_markers(labels: Collection[str]) -> None:
+    if len(labels) > len(_MARKERS):
+        raise ConfigError(
+            f"configs: got {len(labels)} methods, expected at most {len(_MARKERS)}, one per marker. Name fewer configs."
+        )
+
+
 def draw(title: str, runs: Sequence[SplitRun], points: pd.DataFrame, path: Path, *, scores: Sequence[str]) -> None:
     """Draw scores over measures, normalized by split, with least-squares lines of all splits and of the default one."""
     names = _names_of_splits(runs)
     default = next((run.fold for run in runs if run.kind == _DEFAULT), None)
     labels = points.row.unique().tolist()
-    if len(labels) > len(_MARKERS):
-        raise ConfigError(
-            f"configs: got {len(labels)} methods, expected at most {len(_MARKERS)}, one per marker. Name fewer configs."
-        )
+    _require_markers(labels)
     folds = [fold for _, fold in sorted({(run.distance or 0.0, run.fold) for run in runs})]
     shades = plt.get_cmap("viridis")(np.linspace(0, 0.95, len(folds)))
     colors = {fold: tuple(shade) for fold, shade in zip(folds, shades, strict=True)}

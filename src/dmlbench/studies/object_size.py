@@ -78,6 +78,8 @@ def conduct(args: Any, parts: Parts) -> Findings:
     means = {way: pd.DataFrame(recalls, dtype=float).mean().tolist() for way, recalls in of_ways.items()}
     first = found[next(iter(runs))]
     counts = first["count"]
+    if any(found[name]["count"] != counts for name in runs):
+        raise ConfigError("runs: got runs of different test sets, expected one for all. Name runs of one fold.")
     sizes = [f"{100 * low:.0f} to {100 * high:.0f} %" for low, high in pairwise(edges)]
     rows = tuple(
         (size, f"{count:,}", *("–" if np.isnan(means[way][i]) else f"{100 * means[way][i]:.1f}" for way in _WAYS))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import ImageFile
 
 from dmlbench.data.image_table import counts_by_role, file_contents
@@ -72,7 +73,7 @@ def verify(
     def look(row: int) -> None:
         name = os.path.join(table.root, paths[row])
         try:
-            is_constant[row] = all(low == high for low, high in read_image(name).getextrema())
+            is_constant[row] = _is_constant(np.asarray(read_image(name)))
             digests[row] = file_sha256(name) if has_rival[row] else ""
             headers[row] = read_header(name)
         except (DataError, OSError) as error:
@@ -133,13 +134,17 @@ def _twins(table: ImageTable, digests: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def _is_constant(image: NDArray[np.uint8]) -> bool:
+    return bool((image == image[0, 0]).all())
+
+
 def _verify_pixels(table: ImageTable, watch: Watch) -> Report:
     assert table.pixels is not None
     digests, constant = [], []
     for path, pixels in zip(table.paths.tolist(), table.pixels, strict=True):
         image = np.ascontiguousarray(pixels)
         digests.append(hashlib.sha256(image.data).hexdigest())
-        if (image == image[0, 0]).all():
+        if _is_constant(image):
             constant.append(path)
         watch(1)
     return Report(looked_at=len(table), constant=tuple(constant), **_twins(table, digests))

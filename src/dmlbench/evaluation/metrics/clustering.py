@@ -85,7 +85,7 @@ class WholeSet:
         self.labels = labels_of(queries)
         rows = queries.rows
         if gallery is not None:
-            only = self_columns(ids_of(gallery), ids_of(queries)) < 0
+            only = ~np.isin(ids_of(gallery), ids_of(queries))
             rows = torch.cat([queries.rows.cpu(), gallery.rows.cpu()[torch.from_numpy(only)]])
             self.labels = np.concatenate([self.labels, labels_of(gallery)[only]])
         self.rows = unit_rows(rows)  # [N, D]
