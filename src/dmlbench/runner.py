@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
+from pytorch_metric_learning.distances import BaseDistance
 
 from dmlbench import runtime
 from dmlbench.build import make_experiment
@@ -23,8 +24,9 @@ from dmlbench.checks import check
 from dmlbench.components import component
 from dmlbench.config import read_config
 from dmlbench.data.images.feature_cache import FeatureView
-from dmlbench.evaluation.embeddings.embed import save_distance, save_embeddings
+from dmlbench.evaluation.embeddings.embed import OWN_DISTANCE, save_distance, save_embeddings
 from dmlbench.evaluation.evaluate import Evaluation, per_query_table, to_csv
+from dmlbench.evaluation.search.pairwise import ranks_like_unit_vectors
 from dmlbench.experiment import Experiment
 from dmlbench.identity import directory_of, is_complete, run_sha256
 from dmlbench.ranks import PeerEnded, Ranks, joined_ranks
@@ -280,7 +282,7 @@ def _run(
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
         warn_at_chance(test, steps=progress.step, random=random)
-        save_test(run_dir, data.table, queries, gallery, test)
+        save_test(run_dir, data.table, queries, gallery, test, distance=model.distance)
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
     if data.split.val is not None:
@@ -372,10 +374,13 @@ def _result(
 
 
 def save_test(
-    run_dir: Path, table: ImageTable, queries: EmbeddingSet, gallery: EmbeddingSet | None, test: Evaluation
-) -> None:
-    """Write the test rows of a run and the scores of its queries."""
+    run_dir: Path, table: ImageTable, queries: EmbeddingSet, gallery: EmbeddingSet | None, test: Evaluation,
+    *, distance: BaseDistance | None = None,
+) -> None:  # fmt: skip
+    """Write the test rows of a run and the scores of its queries; ``distance`` compares the rows."""
     about = {"dataset": table.name, "fingerprint": table.fingerprint, "config_id": run_dir.parent.name}
+    if distance is not None and not ranks_like_unit_vectors(distance):
+        about[OWN_DISTANCE] = type(distance).__name__
     save_embeddings(run_dir / store.EMBEDDINGS, queries, gallery, about)
     runtime.atomic_write(run_dir / store.PER_QUERY, to_csv(per_query_table(queries, test)))
 

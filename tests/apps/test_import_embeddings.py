@@ -13,7 +13,7 @@ from dmlbench.apps.import_embeddings import Imported, _of_table, import_config
 from dmlbench.apps.loading import distance_of_run, load
 from dmlbench.data.protocols import Mlrc
 from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
-from dmlbench.evaluation.embeddings.embed import read_embeddings, save_embeddings
+from dmlbench.evaluation.embeddings.embed import OWN_DISTANCE, read_embeddings, save_embeddings
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, read_result, runs_by_config
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
@@ -145,6 +145,9 @@ def test_queries_and_gallery_are_checked_each_with_and_without_ids(tmp_path) -> 
     save_embeddings(tmp_path / "twice.safetensors", one, None, {})
     with pytest.raises(RunError, match="lacks the id 5, expected the row of each test image of shop once"):
         _of_table(read_embeddings(tmp_path / "twice.safetensors"), table, RetrievalSet(np.arange(4, 8)), "files")
+    save_embeddings(tmp_path / "own.safetensors", one, None, {OWN_DISTANCE: "PoincareDistance"})
+    with pytest.raises(RunError, match="compares embeddings by PoincareDistance"):
+        _of_table(read_embeddings(tmp_path / "own.safetensors"), table, RetrievalSet(np.arange(4, 8)), "files")
     with pytest.raises(RunError, match=r"the test half of shop has a gallery\. Add gallery="):
         _of_table(read_embeddings(tmp_path / "q.npz"), table, test, "files")
 

@@ -280,6 +280,8 @@ def test_embeddings_of_a_folder_are_evaluated_by_the_models_distance(of_letters,
     embed_folder(dmlbench.load(of_avsl, device="cpu"), tmp_path / "classed", file)
     with pytest.raises(RunError, match=r"compares its embeddings by AvslDistance, not as unit vectors\. Set model="):
         scores(file)
+    with pytest.raises(RunError, match="compares its embeddings by AvslDistance"):
+        scores(of_avsl / "embeddings.safetensors")
     assert scores(file, f"model={of_avsl}") == pytest.approx(read_json(of_avsl / "result.json")["metrics"]["test"])
     with pytest.raises(RunError, match=r"got embeddings of 48 dimensions, expected 128 as from"):
         scores(file, f"model={of_letters}")

@@ -308,6 +308,10 @@ MISTAKES = [
         ["pooling=gsop", "transform=mlrc", "transform.eval.crop=64"],
         "transform.eval.crop: got 64, expected 227 as in transform.train.crop",
     ),
+    (
+        ["head=avsl", "pooling=null", "head.reliability=learned", "transform=mlrc", "transform.eval.crop=64"],
+        "transform.eval.crop: got 64, expected 227 as in transform.train.crop",
+    ),
     (["fit.keep=all"], "fit.keep: got 'all', expected one of 'best', 'last', 'both', 'none'"),
     (["pooling._target_=dmlbench.models.pooling.gsp.Gps"], "did you mean 'Gsp'"),
     (["pooling=gsp", "head.out_features=-7"], "out_features: got -7, expected at least 1"),

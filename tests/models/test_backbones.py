@@ -1,5 +1,6 @@
 """Backbones against recorded values of public networks; batch norm freezing; weights files, right and wrong."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,23 @@ def test_timm_network_loads_a_file_with_a_classifier(
         given = {}
     model = TimmBackbone("resnet18", pretrained=True, **given)
     assert torch.equal(model.model.conv1.weight, state["conv1.weight"])
+
+
+def test_cached_files_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("resnet18.pth", "checkpoints/googlenet-1378be20.pth"):
+        torch.save({"conv1.weight": Payload()}, tmp_path / name)
+    monkeypatch.setattr(backbones, "_cached_file", lambda *_: tmp_path / "resnet18.pth")
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    with pytest.raises(ConfigError, match="never executed"):
+        TimmBackbone("resnet18", pretrained=True)
+    with pytest.raises(ConfigError, match="googlenet: cannot load"):
+        GoogLeNet(pretrained=True)
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("failing", ["connection", "download"])

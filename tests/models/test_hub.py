@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors.torch import save_file
 from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 
@@ -94,6 +95,18 @@ def test_state_dict_of_pytorch_is_read(hub: Hub, published: Any) -> None:
     torch.save(published.state_dict(), hub.folder / "pytorch_model.bin")
     backbone = TimmBackbone("hf_hub:owner/model", pretrained=True)
     assert torch.equal(backbone.model.blocks[1].mlp.fc1.weight, published.blocks[1].mlp.fc1.weight)
+
+
+@pytest.mark.parametrize("change", ["prefix", "missing block"])
+def test_weights_that_lack_tensors_of_the_network_are_refused(change: str, hub: Hub, published: Any) -> None:
+    state = published.state_dict()
+    if change == "prefix":
+        state = {f"model.{name}": value for name, value in state.items()}
+    else:
+        state = {name: value for name, value in state.items() if not name.startswith("blocks.1.")}
+    save_file(state, hub.folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(the file lacks \d+ tensors of the network, such as"):
+        TimmBackbone("hf_hub:owner/model", pretrained=True)
 
 
 class Malicious:

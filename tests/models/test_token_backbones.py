@@ -114,6 +114,16 @@ def test_weights_file_of_the_full_model_fits_whatever_the_image_size(name: str, 
         torch.testing.assert_close(backbone.native(images(64, 64)), expected)
 
 
+def test_weights_of_a_resampled_network_fit_its_own_size(tmp_path: Path) -> None:
+    first = build("test_vit", image_size=64)
+    state = {name: value + 1 for name, value in first.state_dict().items()}
+    torch.save(state, tmp_path / "weights.pth")
+    second = build("test_vit", image_size=64, weights_file=str(tmp_path / "weights.pth"))
+    assert all(torch.equal(value, state[name]) for name, value in second.state_dict().items())
+    with pytest.raises(ConfigError, match="has shape"):
+        build("test_vit", image_size=96, weights_file=str(tmp_path / "weights.pth"))
+
+
 @pytest.mark.fast_sample(2)
 @pytest.mark.parametrize("option", ["vit_small", "dinov2_small", "clip_vit_b16", "deit_small", "dino_vit_small"])
 def test_configured_networks_are_published_and_normalize_as_they_were_trained(option: str, repository: Path) -> None:

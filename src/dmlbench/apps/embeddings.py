@@ -19,6 +19,7 @@ from dmlbench.data.readers.folder import PART_FOLDERS
 from dmlbench.data.readers.layouts import images_below, images_in, subfolders
 from dmlbench.evaluation.embeddings.embed import (
     BY_ORDER,
+    OWN_DISTANCE,
     StoredEmbeddings,
     load_embeddings,
     read_embeddings,
@@ -42,8 +43,6 @@ from dmlbench.types import ConfigError, DataError, EmbeddingSet, ImageTable, Run
 INPUTS, OUTPUTS = ("embeddings", "labels", "gallery", "gallery_labels"), ("output", "per_query", "per_class")
 """Keys of the configuration that name files."""
 log = logging.getLogger(__name__)
-OWN_DISTANCE = "distance"
-"""Entry of a file's metadata: what compares its rows, where that is not the Euclidean distance of unit vectors."""
 
 
 def embed_folder(
@@ -226,8 +225,8 @@ def _distance_of_file(args: Any, stored: StoredEmbeddings) -> BaseDistance | Non
     if args.model is None:
         if own := stored.metadata.get(OWN_DISTANCE):
             raise RunError(
-                f"{args.embeddings}: {stored.metadata.get('model')} compares its embeddings by {own}, not as unit "
-                "vectors. Set model=<run directory or exported folder> to that model."
+                f"{args.embeddings}: {stored.metadata.get('model', 'the model')} compares its embeddings by {own}, not "
+                "as unit vectors. Set model=<run directory or exported folder> to that model."
             )
         return None
     model = load(args.model, device="cpu", modules=args.modules)

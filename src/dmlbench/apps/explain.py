@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from dmlbench.apps.loading import load_run, row_of
 from dmlbench.apps.pictures import save_figure, shortened
 from dmlbench.experiment import Setup
+from dmlbench.models.net import PooledModel
 from dmlbench.results.caveats import OTHER_DATA
 from dmlbench.runtime import generator
 from dmlbench.types import ConfigError, IntArray, RunError
@@ -73,6 +74,10 @@ def explain_run(run: Setup, rows: IntArray, run_dir: Path) -> Explained:
     images, weights, prototypes = [], [], []
     for batch in run.batches(rows):
         shares, nearest = run.model.explain(batch.images)
+        if shares is None and not isinstance(run.model, PooledModel):
+            raise RunError(
+                f"head={run.choices.get('head')} has no contributions to show. Explain a run of another head."
+            )
         if shares is None:
             name = run.choices.get("pooling", "its pooling")
             raise RunError(

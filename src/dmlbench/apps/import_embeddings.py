@@ -13,7 +13,7 @@ import torch
 
 from dmlbench.components import component
 from dmlbench.config import as_config, to_yaml
-from dmlbench.evaluation.embeddings.embed import BY_ORDER, StoredEmbeddings, read_embeddings
+from dmlbench.evaluation.embeddings.embed import BY_ORDER, OWN_DISTANCE, StoredEmbeddings, read_embeddings
 from dmlbench.evaluation.evaluate import evaluate
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_sha256, read_table, run_sha256
@@ -145,6 +145,8 @@ def _of_table(
     if (stored.gallery is None) != (test.gallery is None):
         needs = "has a gallery. Add gallery=<pattern>" if test.gallery is not None else "has no gallery. Leave it out"
         raise RunError(f"{source}: the test half of {table.name} {needs}.")
+    if own := stored.metadata.get(OWN_DISTANCE):
+        raise RunError(f"{source}: its model compares embeddings by {own}, and imports are compared as unit vectors.")
     pairs = [("query", stored.queries, test.query)]
     if stored.gallery is not None and test.gallery is not None:
         pairs.append(("gallery", stored.gallery, test.gallery))

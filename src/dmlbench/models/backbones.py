@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmlbench.models.hub import create_any_size, create_from_hub, hub_id, portable, read_hub_config
 from dmlbench.models.tokens import as_map, fit_images, set_image_size
-from dmlbench.models.weights import load_weights
+from dmlbench.models.weights import load_weights, read_weights
 from dmlbench.types import ConfigError, DataError, check_choice, closest
 
 BatchNormFreezing = Literal["none", "stats", "all"]
@@ -343,10 +343,18 @@ class TimmBackbone(Backbone):
         self._pad_images = pad_images
         self._out_indices = None if out_indices is None else list(out_indices)
         self.model = model
+        is_sized = image_size is None
         if weights_file is not None:
-            load_weights(model, weights_file, ignore=_classifier_prefixes(model))
-        if image_size is not None:
-            # After the weights: a file has the position embeddings of the size that it was trained on.
+            # Before the size: published files have the position embeddings of the size that they were trained on.
+            try:
+                load_weights(model, weights_file, ignore=_classifier_prefixes(model))
+            except ConfigError:
+                if image_size is None:
+                    raise
+                set_image_size(model, image_size, name=name, pad=pad_images)
+                is_sized = True
+                load_weights(model, weights_file, ignore=_classifier_prefixes(model))  # of a run with this size
+        if not is_sized and image_size is not None:
             set_image_size(model, image_size, name=name, pad=pad_images)
         self.freeze(batch_norm, frozen_until)
 
@@ -467,6 +475,8 @@ def _create(name: str, *, pretrained: bool) -> Any:
         url = config.url if isinstance(config.url, str) else None
         cached = _cached_file(config.hf_hub_id, url)
         if cached is not None:  # by path: a name would ask the server for a newer version first
+            if cached.suffix in (".bin", ".pth"):
+                read_weights(cached)  # raises for Python objects, which older versions of timm execute
             options["pretrained_cfg_overlay"] = {"file": str(cached)}
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, retries too
     try:

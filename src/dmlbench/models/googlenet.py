@@ -2,12 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from pickle import UnpicklingError
 
 from torch import Tensor, nn
 from torchvision.models import GoogLeNet_Weights, googlenet
 
 from dmlbench.models.backbones import Backbone, BatchNormFreezing, Stage
 from dmlbench.models.weights import load_weights
+from dmlbench.runtime import reason_of
 from dmlbench.types import ConfigError
 
 
@@ -29,11 +31,12 @@ class GoogLeNet(Backbone):
         super().__init__((1024,), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
         weights = GoogLeNet_Weights.IMAGENET1K_V1
         if pretrained and weights_file is None:
+            network = googlenet(transform_input=False, init_weights=False)
             try:
-                network = googlenet(weights=weights, transform_input=False)
-            except OSError as error:
+                network.load_state_dict(weights.get_state_dict(progress=True, check_hash=True, weights_only=True))
+            except (OSError, RuntimeError, UnpicklingError) as error:
                 raise ConfigError(
-                    f"googlenet: cannot download {weights.url} ({error}). Place the file anywhere and set "
+                    f"googlenet: cannot load {weights.url} ({reason_of(error):.200}). Place the file anywhere and set "
                     "backbone.weights_file=<its path>."
                 ) from error
         else:

@@ -1,9 +1,13 @@
 """Models of the Hugging Face hub in timm's format: ``hf_hub:owner/model``, with ``@revision`` behind it to pin one."""
 
+import contextlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
+
+from torch import nn
 
 from dmlbench.runtime import reason_of
 from dmlbench.types import ConfigError
@@ -86,16 +90,35 @@ def create_from_hub(name: str, config: Mapping[str, Any], *, pretrained: bool) -
 
 
 def create_any_size(name: str, **options: Any) -> Any:
-    """timm's model, one that takes images of any size where it has the choice."""
+    """timm's model, one that takes images of any size where it has the choice.
+
+    Raises:
+        ValueError: a file of weights lacks tensors of the network, which timm lets pass without a classifier.
+    """
     import timm
 
-    try:
-        return timm.create_model(name, **{"dynamic_img_size": True, **options})
-    except TypeError as error:
-        if "dynamic_img_size" not in str(error):
-            raise
-        options.pop("dynamic_img_size", None)
-        return timm.create_model(name, **options)
+    with _complete_weights():
+        try:
+            return timm.create_model(name, **{"dynamic_img_size": True, **options})
+        except TypeError as error:
+            if "dynamic_img_size" not in str(error):
+                raise
+            options.pop("dynamic_img_size", None)
+            return timm.create_model(name, **options)
+
+
+@contextlib.contextmanager
+def _complete_weights() -> Iterator[None]:
+    load = nn.Module.load_state_dict
+
+    def checked(module: nn.Module, *args: Any, **options: Any) -> Any:
+        found = load(module, *args, **options)
+        if lost := found.missing_keys:
+            raise ValueError(f"the file lacks {len(lost)} tensors of the network, such as {lost[0]}")
+        return found
+
+    with patch.object(nn.Module, "load_state_dict", checked):
+        yield
 
 
 def _unavailable(name: str, what: str, error: Exception) -> ConfigError:

@@ -72,7 +72,7 @@ class Projection(Head):
         check_at_least(0, shrinkage=shrinkage)
         self.closed_form = next((form for form in get_args(ClosedForm) if form == init), None)
         if self.closed_form is not None and bias is False:
-            raise ConfigError(f"head.bias: got false with init={init}, expected null. The bias subtracts the mean.")
+            raise ConfigError(f"head.bias: got false with init={init}, expected true. The bias subtracts the mean.")
         self.in_features = in_features
         self.out_features = out_features
         self.layer_norm = layer_norm

@@ -21,7 +21,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Unwraps ``state_dict`` and ``model``, ``DataParallel``'s prefix ``module.``, and the backbone of a run's checkpoint
     or of an exported model.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise ConfigError(
             f"weights file '{path}' does not exist. Correct backbone.weights_file, or set backbone.weights_file=null "

@@ -57,7 +57,7 @@ def read_image(path: str | Path) -> Image.Image:
 def _upright(image: Image.Image) -> Image.Image:
     # Pillow's exif_transpose also writes the other tags again, which fails where one of them has the wrong type.
     turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    return image if turn is None else image.transpose(turn)
+    return image.copy() if turn is None else image.transpose(turn)  # outlives the file
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

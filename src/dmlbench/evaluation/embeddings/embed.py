@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 ROLE_BOTH, ROLE_QUERY, ROLE_GALLERY = 0, 1, 2
 BY_ORDER = {"ids": "by order"}
 """Metadata of a set whose ids only count its rows, because nobody has given any."""
+OWN_DISTANCE = "distance"
+"""Entry of a file's metadata: what compares its rows, where that is not the Euclidean distance of unit vectors."""
 _ABOUT = "about"
 """The one entry of a file's own metadata."""
 ROWS, LABELS, IDS = ("rows", "embeddings", "features", ""), ("labels", "targets"), ("ids",)
