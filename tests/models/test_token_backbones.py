@@ -122,6 +122,9 @@ def test_weights_of_a_resampled_network_fit_its_own_size(tmp_path: Path) -> None
     assert all(torch.equal(value, state[name]) for name, value in second.state_dict().items())
     with pytest.raises(ConfigError, match="has shape"):
         build("test_vit", image_size=96, weights_file=str(tmp_path / "weights.pth"))
+    torch.save(timm.create_model("test_vit").state_dict() | {"other": torch.zeros(1)}, tmp_path / "wrong.pth")
+    with pytest.raises(ConfigError, match=r"'other' .* is unknown to the model"):
+        build("test_vit", image_size=64, weights_file=str(tmp_path / "wrong.pth"))
 
 
 @pytest.mark.fast_sample(2)

@@ -343,19 +343,20 @@ class TimmBackbone(Backbone):
         self._pad_images = pad_images
         self._out_indices = None if out_indices is None else list(out_indices)
         self.model = model
-        is_sized = image_size is None
+        misfit = None
         if weights_file is not None:
             # Before the size: published files have the position embeddings of the size that they were trained on.
             try:
                 load_weights(model, weights_file, ignore=_classifier_prefixes(model))
-            except ConfigError:
-                if image_size is None:
-                    raise
-                set_image_size(model, image_size, name=name, pad=pad_images)
-                is_sized = True
-                load_weights(model, weights_file, ignore=_classifier_prefixes(model))  # of a run with this size
-        if not is_sized and image_size is not None:
+            except ConfigError as error:
+                misfit = error
+        if image_size is not None:
             set_image_size(model, image_size, name=name, pad=pad_images)
+        if misfit is not None:
+            try:  # the file may be of a run with this size
+                load_weights(model, str(weights_file), ignore=_classifier_prefixes(model))
+            except ConfigError:
+                raise misfit from None
         self.freeze(batch_norm, frozen_until)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
