@@ -173,6 +173,7 @@ def avsl(tiny: bool) -> list[Row]:
     from bench_avsl import make_distance, make_rows
 
     from dmlbench.evaluation.evaluate import evaluate
+    from dmlbench.types import EmbeddingSet
 
     size, count = (32, 300) if tiny else (512, 5924)
     distance = make_distance(argparse.Namespace(levels=3, size=size))

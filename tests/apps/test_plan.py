@@ -173,6 +173,9 @@ def test_the_time_of_runs_is_added_up_and_unknown_ones_are_counted(tmp_path: Pat
     assert total_time(plan.runs, {gap: RunTime(1800.0, "")}) == "about 2 h 0 min, plus 4 runs of unknown time"
     times = {gap: RunTime(1800.0, ""), gmp: RunTime(86400.0, "", is_bound=True)}
     assert total_time(plan.runs, times) == "at most 4 d 2 h"
+    own, shared = (RunTime(60.0, "", caching=caching, cache=cache) for caching, cache in ((3600.0, "a"), (7200.0, "b")))
+    assert total_time(plan.runs, {gap: own, gmp: shared}) == "about 3 h 8 min"
+    assert total_time(plan.runs, {gap: own, gmp: own}) == "about 1 h 8 min"
     assert str(times[gap]) == "about 30 min per run ()"
     assert str(RunTime(None, "no data")) == "time unknown: no data"
 

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from dmlbench import runner
 from dmlbench.results import store
 from dmlbench.runtime import derive_seed, read_json, write_json
+from dmlbench.training.checkpoint import save_checkpoint
 from dmlbench.tuning import best_trial, search
 from dmlbench.tuning.space import grid, make_space
 from dmlbench.types import ConfigError, Diverged, Pruned, RunError
@@ -276,3 +277,20 @@ def test_scores_are_those_of_the_results_and_a_folder_holds_one_search(tmp_path,
 def test_errors_of_searches(tmp_path, wrong, message) -> None:
     with pytest.raises(ConfigError, match=message):
         made(tmp_path, **wrong)
+
+
+def test_another_space_is_told_before_its_outcomes_are_read(tmp_path, monkeypatch) -> None:
+    Runs(monkeypatch)
+    asked = made(tmp_path, trials=1)
+    search.require_same_settings(asked, None)  # nothing is there
+    conducted(asked)
+    search.require_same_settings(asked, None)
+    with pytest.raises(RunError, match="holds a search with other settings"):
+        search.require_same_settings(made(tmp_path, trials=1, space={"lr": {**LR, "high": 1.0}}), None)
+
+
+def test_the_last_step_of_a_killed_training_is_known_once_it_has_stopped(tmp_path) -> None:
+    assert search._last_step(tmp_path) is None
+    for reason, expected in (("", None), ("early_stopping", STEPS)):
+        save_checkpoint(tmp_path / "last.ckpt", {"progress": {"step": STEPS, "stop_reason": reason}})
+        assert search._last_step(tmp_path) == expected

@@ -114,9 +114,14 @@ def check_submission(args: Any, submission: Submission, folder: Path) -> Checked
 
 
 def _copies(files: Sequence[Path]) -> list[str]:
-    """Which files come from the model of another file, a line each."""
-    cosines = {file: _cosines(file) for file in files}
-    return [
+    """Which files cannot be read or come from the model of another file, a line each."""
+    cosines, unreadable = dict[Path, NDArray[np.float64]](), []
+    for file in files:
+        try:
+            cosines[file] = _cosines(file)
+        except RunError as error:
+            unreadable.append(str(error))
+    return unreadable + [
         f"{other.name} is a copy of {one.name}: the cosines of its images are equal within {_SAME:g}. Train one "
         "model for each fold and repeat."
         for one, other in itertools.combinations(cosines, 2)

@@ -34,6 +34,7 @@ class RunTime:
     source: str  # what was timed, or why the time is unknown
     is_bound: bool = False  # the training may stop early
     caching: float = 0.0  # seconds to build the feature cache before the first run
+    cache: str = ""  # its file, which runs share
 
     def __str__(self) -> str:
         if self.seconds is None:
@@ -47,6 +48,7 @@ class CachingTime:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.cache = ""
 
     def __call__(self, cache: FeatureCache, records: Callable[[IntArray], Iterator[Tensor]], **_: Any) -> None:
         if cache.is_complete():
@@ -58,6 +60,7 @@ class CachingTime:
             deque(records(positions), maxlen=0)
             return time.monotonic() - started
 
+        self.cache = str(cache.path)
         fastest = min(seconds() for _ in range(_TIMED_PASSES))  # the first pass also allocates
         self.seconds = fastest / len(positions) * cache.num_records
         cache.simulate()
@@ -104,12 +107,12 @@ class _Clock:
     def close(self) -> None: ...
 
 
-def timed(experiment: Experiment, label: str, caching: float = 0.0) -> RunTime:
+def timed(experiment: Experiment, label: str, caching: CachingTime | None = None) -> RunTime:
     """Time two training steps and one embedding batch; rankings and clusterings are not counted.
 
     Args:
         label: of the config, for ``source``.
-        caching: seconds to build the feature cache.
+        caching: has timed the building of the feature cache.
     """
     setup = experiment.setup
     settings, split, model = setup.settings, setup.data.split, setup.model
@@ -144,7 +147,8 @@ def timed(experiment: Experiment, label: str, caching: float = 0.0) -> RunTime:
     if isinstance(model, PooledModel) and model.projection.closed_form is not None:
         images += len(split.train)
     is_bound = bool(settings.patience or settings.collapse_ratio or experiment.protocol.planned_by)
-    return RunTime(seconds + images * image_s, f"{' and '.join(parts)} of {label}", is_bound, caching)
+    cache = (caching.seconds, caching.cache) if caching else ()
+    return RunTime(seconds + images * image_s, f"{' and '.join(parts)} of {label}", is_bound, *cache)
 
 
 def total_time(runs: Sequence[Run], times: Mapping[str, RunTime]) -> str:
@@ -153,7 +157,7 @@ def total_time(runs: Sequence[Run], times: Mapping[str, RunTime]) -> str:
     seconds = [each.seconds for each in known if each.seconds is not None]
     if not seconds:
         return ""
-    all_seconds = sum(seconds) + max(each.caching for each in known)  # the runs share the cache
+    all_seconds = sum(seconds) + sum({each.cache: each.caching for each in known}.values())
     total = f"{'at most' if any(each.is_bound for each in known) else 'about'} {duration(all_seconds)}"
     unknown = len(runs) - len(seconds)
     return f"{total}, plus {counted(unknown, 'run')} of unknown time" if unknown else total

@@ -303,6 +303,6 @@ def _timed(run: Run, name: str) -> RunTime | DmlbenchError:
     except DmlbenchError as error:
         return error
     try:
-        return timed(experiment, name, caching.seconds)
+        return timed(experiment, name, caching)
     except DmlbenchError as error:
         return RunTime(None, str(error))

@@ -6,6 +6,7 @@ from typing import Any
 
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command
+from dmlbench.config import key_of
 from dmlbench.types import ConfigError, DmlbenchError, counted
 
 _USAGE = """usage: dmlbench submit check FOLDER [key=value ...]
@@ -16,7 +17,14 @@ the tables beside other configs, marked as imported, its training not verified.
   dmlbench submit check my_method
   dmlbench submit check my_method paths.data_dir=/data paths.output_dir=outputs
 
-0: accepted; 1: rejected, with the reason. docs/leaderboard.md has an example. Values are those of `dmlbench import`."""
+0: accepted; 1: rejected, with the reason. docs/leaderboard.md has an example. Other values are those of `dmlbench
+import`."""
+
+_OF_SUBMISSION = {
+    *("name", "embeddings", "labels", "gallery", "gallery_labels", "trained", "selected", "allow_partial"),
+    *("dataset", "protocol"),
+}
+"""Keys of ``dmlbench import`` that a submission decides."""
 
 
 def main(line: CommandLine) -> None:
@@ -27,6 +35,8 @@ def main(line: CommandLine) -> None:
         raise ConfigError(f"dmlbench submit: got '{' '.join(line.words)}', expected check FOLDER.")
     from dmlbench.apps.submission import check_submission, read_submission
 
+    if own := next((key for key in map(key_of, line.overrides) if key in _OF_SUBMISSION), None):
+        raise ConfigError(f"{own}: comes from the submission's folder. Leave it out.")
     folder = Path(line.words[1])
     submission = read_submission(folder)
 

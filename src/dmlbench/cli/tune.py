@@ -61,9 +61,10 @@ def _check(searches: "Mapping[str, Search]") -> None:
 
 def _describe(search: "Search") -> None:
     """Print the trials and the search space."""
-    from dmlbench.tuning.search import STORAGE, reporting
+    from dmlbench.tuning.search import STORAGE, reporting, require_same_settings
 
     done = 0
+    require_same_settings(search, _compose)
     if (search.folder / STORAGE).is_file():
         with reporting(search) as found:
             done = sum(outcome.state != "running" for outcome in found)
@@ -127,8 +128,8 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     Returns:
         The config folder that has the recipe, or None with ``dry_run``.
     """
-    from dmlbench.tuning.best_trial import WRITTEN, joint_recipe, ranked, spread_table
-    from dmlbench.tuning.search import ended
+    from dmlbench.tuning.best_trial import WRITTEN, Tuned, joint_recipe, ranked, spread_table
+    from dmlbench.tuning.search import ended, require_same_settings
 
     name = table.reproduce.get("search")
     if name is None:
@@ -141,6 +142,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     known = recipe_of(config_folders(folder), name)
     searches: dict[str, Search] = {}
     covered: dict[str, dict[str, str]] = {}
+    protocols: dict[str, str] = {}
     for row in (row for row in table.rows if f"recipe={name}" in row.overrides):
         overrides = [each for each in row.overrides if key_of(each) not in ("recipe", "experiment")]
         when = _options_by_group(row)
@@ -148,6 +150,11 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
             command = hydra.compose("tune", [f"search={name}", f"name={key}"], return_hydra_config=True)
             of_search = replace(arguments_of(without_hydra(command)), paths=args.paths)
             searches[key], covered[key] = make_search(of_search, overrides, _choices), when
+            chosen = _choices(overrides)
+            protocols[key] = str(chosen["protocol"])
+            if group := next((each.key for each in searches[key].space if each.key in chosen), None):
+                raise ConfigError(f"space.{group}: got a group, expected keys, because tune=true writes one recipe.")
+            require_same_settings(searches[key], _compose)
     number, count = shard
     own = dict(list(searches.items())[number - 1 :: count])
     if args.dry_run:
@@ -166,10 +173,13 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     if failed := [key for key, trial in best.items() if trial.state != "complete"]:
         raise RunError(f"{', '.join(failed)}: no trial is complete.")
     of_runs = {key: search.of_run(best[key].values, 0) for key, search in searches.items()}
-    parts = [(covered[key], _choices(of_runs[key]), best[key]) for key in searches]
+    parts = [
+        Tuned(covered[key], {**_choices(of_runs[key]), "protocol": protocols[key]}, best[key], len(outcomes[key]))
+        for key in searches
+    ]
     spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(results / "trials")
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, joint_recipe(name, max(map(len, outcomes.values())), parts, known).encode())
+    atomic_write(path, joint_recipe(name, parts, known).encode())
     print(f"written: {path}")
     return folder
 
@@ -215,7 +225,7 @@ def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | Non
         if any(outcome.state == "running" for outcome in found):
             return table, []  # whoever has them writes the recipe
         raise RunError(f"{search.folder}: no trial is complete ({'; '.join(notes(search, found)[:-1])}).")
-    path, use = _write_recipe(search, best, config_dir)
+    path, use = _write_recipe(replace(search, trials=len(found)), best, config_dir)
     use += _searching(config_dir)
     command = f"dmlbench train --config-dir {shlex.quote(str(search.folder))} recipe={search.name} {shlex.join(use)}"
     return table, [*(f"written: {each}" for each in [*written, path]), "", f"to train with it: {command}"]

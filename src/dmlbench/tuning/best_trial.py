@@ -1,6 +1,7 @@
 """The result of a search: a table of its trials, and the best one as a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,8 @@ def spread_table(name: str, outcomes: Mapping[str, Sequence[Outcome]], monitor: 
         scores = [100 * (o.score or 0.0) for o in ranked(found) if o.state == "complete"]
         numbers = [scores[0], float(np.median(scores)), scores[-1]]
         near = sum(score > scores[0] - 0.5 for score in scores)
-        rows.append([*(f"{number:.2f}" for number in numbers), f"{near} of {len(found)}", len(found) - len(scores)])
+        failed = sum(o.state == "failed" for o in found)
+        rows.append([*(f"{number:.2f}" for number in numbers), f"{near} of {len(found)}", failed])
         for o in found:
             values = " ".join(f"{key}={value}" for key, value in o.values.items())
             lines.append([search, o.number + 1, o.state, o.score, o.steps, values, o.note])
@@ -145,38 +147,37 @@ def make_recipe(search: Search, best: Outcome, compose: Compose, choices: Choice
     return head + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120), asked
 
 
-def joint_recipe(
-    name: str,
-    trials: int,
-    parts: Sequence[tuple[Mapping[str, str], Mapping[str, str | None], Outcome]],
-    known: Recipe,
-) -> str:
-    """One recipe of the best trials of several searches.
+@dataclass(frozen=True)
+class Tuned:
+    """A search of a joint recipe: options that its entry applies to, options of the rows, best trial, trials."""
 
-    Args:
-        trials: of each search.
-        parts: per search the options that its entry applies to, the options of its runs, and its best trial.
-        known: a recipe whose entries for other options are kept.
-    """
+    when: Mapping[str, str]
+    chosen: Mapping[str, str | None]
+    best: Outcome
+    trials: int
+
+
+def joint_recipe(name: str, parts: Sequence[Tuned], known: Recipe) -> str:
+    """One recipe of the best trials of several searches; entries of a ``known`` recipe for other options are kept."""
     blocks = {
         (str(block["backbone"]), str(block["pooling"]), str(block["head"])): {
-            group: [str(option) for option in options_of(block[group])] for group in ("dataset", "loss")
+            group: [str(option) for option in options_of(block[group])] for group in ("dataset", "protocol", "loss")
         }
         for block in known.covers
     }
     entries: dict[str, dict[str, Any]] = {
         str(entry.when): entry.model_dump(include={"when", "set", "source"}) for entry in known.settings
     }
-    for when, chosen, best in parts:
+    for part in parts:
+        when, chosen, best = part.when, part.chosen, part.best
         block = blocks.setdefault((str(chosen["backbone"]), str(chosen["pooling"]), str(chosen["head"])), {})
-        for group in ("dataset", "loss"):
-            block.setdefault(group, [])
-            if (option := str(chosen[group])) not in block[group]:
-                block[group].append(option)
-        source = f"the best of {trials} trials, validation score {100 * (best.score or 0.0):.2f}"
+        for group, options in (("dataset", [chosen["dataset"]]), ("protocol", [chosen["protocol"], "hpo"]),
+                               ("loss", [chosen["loss"]])):  # fmt: skip
+            block[group] = list(dict.fromkeys([*block.get(group, []), *map(str, options)]))
+        source = f"the best of {part.trials} trials, validation score {100 * (best.score or 0.0):.2f}"
         entries[str(dict(when))] = {"when": dict(when), "set": dict(best.values), "source": source}
     covers = [
-        {"dataset": block["dataset"], "protocol": ["mlrc", "hpo"], "backbone": backbone, "pooling": pooling,
+        {"dataset": block["dataset"], "protocol": block["protocol"], "backbone": backbone, "pooling": pooling,
          "head": head, "loss": block["loss"]}
         for (backbone, pooling, head), block in blocks.items()
     ]  # fmt: skip

@@ -23,7 +23,8 @@ from dmlbench.external_files import Schema, validated
 from dmlbench.results.store import CONFIG, RESULT, locked, make_directory, read_result, require_own_place
 from dmlbench.runner import ComposedRun
 from dmlbench.runtime import derive_seed
-from dmlbench.training.fit import HISTORY
+from dmlbench.training.checkpoint import load_checkpoint
+from dmlbench.training.fit import HISTORY, LAST
 from dmlbench.training.log import read_history
 from dmlbench.tuning.space import Dimension, Value, corners, grid, override
 from dmlbench.types import (
@@ -284,7 +285,7 @@ def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which:
 
     run_dir = run.directory
     is_complete = (run_dir / RESULT).exists()
-    last = read_result(run_dir)["steps"] if is_complete else None
+    last = read_result(run_dir)["steps"] if is_complete else _last_step(run_dir)
     best = float("-inf")
     known = {step: value for step, name, value in read_history(run_dir / HISTORY) if name == f"val/{run.monitor}"}
     for step, score in known.items():
@@ -297,6 +298,20 @@ def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which:
         except RunInUse as error:  # another trial of these values has it
             log.info("waiting: %s", error)
             time.sleep(_WAIT_S)
+
+
+def _last_step(run_dir: Path) -> int | None:
+    """The last step of a training that has ended without a result, whose validation is not reported; else None."""
+    if not (run_dir / LAST).exists():
+        return None
+    progress: dict[str, Any] = load_checkpoint(run_dir / LAST)["progress"]
+    return progress["step"] if progress["stop_reason"] else None
+
+
+def require_same_settings(search: Search, compose: Compose) -> None:
+    """Raise RunError if the folder of a search holds one with other settings."""
+    if (search.folder / STORAGE).is_file():
+        _open(search, _checked(search, compose))
 
 
 def ended(search: Search) -> list[Outcome] | None:

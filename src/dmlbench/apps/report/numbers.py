@@ -278,13 +278,18 @@ def provenance(config: ConfigSummary) -> list[tuple[str, str]]:
     runs = [read_result(path) for path in config.complete]
     first, summary = runs[0], config.summary
     told = summary.get("imported")
-    selected = "on the test set" if summary["val_is_test"] else "on validation classes"
+    if told:
+        selected = f"{told['selected']} (imported)"
+    elif "val" not in first["metrics"] or not first["steps"]:
+        selected = "nothing: the last weights"
+    else:
+        selected = f"{first['monitor']}, on {'the test set' if summary['val_is_test'] else 'validation classes'}"
     finished = [str(run.get("finished", "")) for run in runs]
     # fmt: off
     found: list[tuple[str, str]] = [
         ("folder", "/".join(config.path.parts[-3:])),
         ("runs", f"{summary['n_runs']} of {summary['n_runs_expected']}, base seed {first['base_seed']}"),
-        ("selected by", f"{told['selected']} (imported)" if told else f"{first['monitor']}, {selected}"),
+        ("selected by", selected),
         ("data", f"{summary['dataset']}, fingerprint {summary['dataset_fingerprint'][:16]}"),
         ("recipe", _listed(_recipe(run) for run in runs)),
         ("initial weights (SHA-256)", _listed(str(run.get("weights_sha256", ""))[:16] for run in runs)),
