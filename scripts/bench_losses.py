@@ -229,10 +229,8 @@ def main() -> None:
     if "proxies" in options.part:
         bench_proxies(options.rounds, options.sizes, [32, 192])
     if "objective" in options.part:
-        options_of_loss = sorted(path.stem for path in (config_folder() / "loss").glob("*.yaml"))
-        names = options.losses or [
-            name for name in options_of_loss if not name.startswith("layered")
-        ]  # these need AVSL
+        every = sorted(path.stem for path in (config_folder() / "loss").glob("*.yaml"))
+        names = options.losses or [name for name in every if not name.startswith("layered")]  # which need AVSL
         bench_objective(options.rounds, names, options.batches, options.sizes)
 
 

@@ -349,6 +349,8 @@ class TimmBackbone(Backbone):
             try:
                 load_weights(model, weights_file, ignore=_classifier_prefixes(model))
             except ConfigError as error:
+                if image_size is None:
+                    raise
                 misfit = error
         if image_size is not None:
             set_image_size(model, image_size, name=name, pad=pad_images)
