@@ -124,13 +124,16 @@ def test_folders_with_the_same_classes_are_merged_with_a_notice(
     assert table.layout.endswith(", merged by class")
 
 
-def test_nested_and_loose_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_images(tmp_path, ["a/x/1.png", "a/x/y/2.png", "a/3.png", "b/1.png", "loose.png"])
+def test_what_is_nested_loose_or_no_image_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_images(tmp_path, ["a/x/1.png", "a/x/y/2.png", "a/3.png", "b/1.png", "loose.png", "b/.thumbs/1.png"])
+    for name in ("a/4.HEIC", "a/x/5.heic", "b/README", "b/.hidden.txt", "b/.thumbs/index.db", "notes.txt"):
+        (tmp_path / name).touch()
     with caplog.at_level("INFO"):
         table = folder(tmp_path, name="mine")
     assert np.bincount(table.labels).tolist() == [3, 1]
     assert caplog.messages == [
         f"data set 'mine': 1 images in '{tmp_path}' are ignored: they are not in a class folder",
+        "data set 'mine': files without an image's suffix are ignored: 2 .heic, 1 without suffix",
         "data set 'mine': 2 images are in subfolders of their class folders",
     ]
 

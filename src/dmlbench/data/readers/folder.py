@@ -7,6 +7,7 @@ import os
 import posixpath
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +17,7 @@ import pandas as pd
 
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.readers.files import read_text
-from dmlbench.data.readers.layouts import images_below, images_in, subfolders
+from dmlbench.data.readers.layouts import images_below, images_in, is_image, subfolders
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest, shorten
 
 _SPLIT_FOLDERS = {"train", "test", "val", "valid", "validation"}
@@ -134,6 +135,17 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
         logger.warning(
             "data set '%s': %d images in '%s' are ignored: they are not in a class folder", name, len(loose), root
         )
+    others = Counter(
+        Path(file).suffix.lower() or "without suffix"
+        for top in tops
+        for place, _, files in os.walk(root / top)
+        if "/." not in Path(place).relative_to(root).as_posix()  # hidden
+        for file in files
+        if not is_image(file) and not file.startswith(".")
+    )
+    if others:
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
+        logger.warning("data set '%s': files without an image's suffix are ignored: %s", name, counts)
     roles = {top: top.casefold() for top in tops if top.casefold() in PART_FOLDERS}
     has_parts = len(roles) == len(tops)
     is_split = False
