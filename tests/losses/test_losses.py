@@ -315,6 +315,12 @@ def test_contrastive_c1_takes_pairs_triplets_and_references() -> None:
     torch.testing.assert_close(loss(x, LABELS, None, x.clone(), LABELS), loss(x, LABELS))
 
 
+def test_centers_of_soft_triple_start_as_in_its_code() -> None:
+    bound = (100 * 10) ** -0.5  # idstcv/SoftTriple, loss/SoftTriple.py:24, kaiming_uniform_(fc [D, C K], a=sqrt(5))
+    largest = SoftTriple(100, SIZE).centers.abs().max()
+    assert 0.99 * bound < largest <= bound
+
+
 def test_soft_triple_equals_pml_where_that_fits_into_memory() -> None:
     ours = SoftTriple(CLASSES, SIZE).double()
     theirs = pml.SoftTripleLoss(

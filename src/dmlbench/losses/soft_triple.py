@@ -34,7 +34,7 @@ class SoftTriple(WholeBatchLoss):
         gamma: float = 0.1,
         margin: float = 0.01,
         tau: float = 0.2,
-        init: Literal["normal", "official"] = "normal",
+        init: Literal["official", "normal"] = "official",
     ) -> None:
         super().__init__()
         check_at_least(1, centers_per_class=centers_per_class)
