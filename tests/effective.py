@@ -6,6 +6,7 @@ Recipes are compared by these values with public code, since equal settings in Y
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,7 @@ class Effective:
     trained_in_warmup: frozenset[str]
     kmeans: str
     deviations: tuple[str, ...]
+    schedule: Any
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -116,7 +118,7 @@ def effective(*overrides: str, table: ImageTable | None = None, num_batches: int
     seed_everything(0)
     model = build.build_model(cfg)
     objective = build.build_objective(cfg, model)
-    optimizer, _ = build.build_optimizer(cfg, model, objective)
+    optimizer, schedule = build.build_optimizer(cfg, model, objective)
     settings = build.build_fit_settings(cfg)
     names = {id(parameter): name for name, parameter in _named(model, objective).items()}
     with frozen(settings.warmup_frozen, model, objective):
@@ -126,6 +128,7 @@ def effective(*overrides: str, table: ImageTable | None = None, num_batches: int
         _first_batches(cfg, data, num_batches),
         _by_name(names, optimizer.param_groups, "lr"), _by_name(names, optimizer.param_groups, "weight_decay"),
         in_warmup, component(cfg.evaluation).kmeans, tuple(cfg.runtime.recipe.get("deviations", ())),
+        schedule,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_metric_learning.distances import BaseDistance
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dmlbench.components import check_periods, component, declared, imported, parameters_of
 from dmlbench.data.batches.loaders import EvalBatches, Inputs, TrainBatches
@@ -411,7 +412,13 @@ def build_optimizer(
         return optimizer, replayed(optimizer, plan, steps_per_epoch=cfg.runtime.steps_per_epoch)
     if cfg.schedule is not None and cfg.fit.max_steps:  # epochs are known now
         check_periods(OmegaConf.to_container(cfg.schedule, resolve=True), "schedule")
-    return optimizer, component(cfg.schedule, optimizer=optimizer)
+    schedule = component(cfg.schedule, optimizer=optimizer)
+    if isinstance(
+        schedule, ReduceLROnPlateau
+    ):  # min_lr bounds optim.lr; other groups keep their multiples of it, as in Keras
+        rates = zip(schedule.min_lrs, optimizer.param_groups, strict=True)
+        schedule.min_lrs = [low * group["lr"] / settings.lr for low, group in rates]
+    return optimizer, schedule
 
 
 def build_train_batches(

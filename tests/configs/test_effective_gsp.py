@@ -91,6 +91,38 @@ def test_the_warm_up_trains_the_whole_head_and_begins_a_new_optimizer() -> None:
     assert fair.settings.reset_after_warmup and conventional.settings.reset_after_warmup
 
 
+def keras_plateau(validations: int, *, patience: int, cooldown: int) -> list[float]:
+    """Rates after validations of equal scores, 1 before the first: keras.callbacks.ReduceLROnPlateau, naively.
+
+    Its factor is 0.5, and its min_lr a tenth of the first rate (configs/conventional_*_default.yaml).
+    """
+    rate, best, wait, resting, rates = 1.0, -math.inf, 0, 0, []
+    for _ in range(validations):
+        if resting:
+            resting, wait = resting - 1, 0
+        if best == -math.inf:
+            best, wait = 0.5, 0
+        elif not resting:
+            wait += 1
+            if wait >= patience:
+                rate, resting, wait = max(0.5 * rate, 0.1), cooldown, 0
+        rates.append(rate)
+    return rates
+
+
+@pytest.mark.parametrize(("dataset", "patience"), [("cub200", 4), ("sop", 3)])
+def test_learning_rates_fall_when_those_of_keras_fall(dataset: str, patience: int) -> None:
+    found = effective("experiment=gsp_conventional", f"dataset={dataset}", "loss=proxy_anchor", "optim.lr=1e-5")
+    groups = found.schedule.optimizer.param_groups
+    first = [group["lr"] for group in groups]
+    expected = keras_plateau(30, patience=patience, cooldown=2)
+    assert expected[patience - 1 : patience + 1] == [1.0, 0.5] and expected[-1] == 0.1
+    for factor in expected:
+        found.schedule.step(0.5)
+        # AdamLRM multiplies after the callback's min_lr: proxies keep 100 times the rate (solvers/adamlrm.py).
+        assert [group["lr"] for group in groups] == pytest.approx([factor * lr for lr in first], rel=1e-6)
+
+
 def test_xml_has_the_effective_values_of_gsp() -> None:
     """Its pooling: framework/layers/pooling/generalized_sum_pooling.py:385-389 (glorot_uniform over D and m)."""
     found = effective("experiment=xml/table1", "dataset=cub200", "loss=proxy_anchor", "pooling=gap_histogram")
@@ -146,7 +178,7 @@ def test_collages_have_adam_plateau_and_images_of_the_code() -> None:
     }  # fmt: skip
     assert (cfg.transform.train.padding, cfg.transform.train.flip) == (0, 0.0)
     assert {key: cfg.schedule[key] for key in ("factor", "patience", "threshold", "min_lr", "cooldown")} == {
-        "factor": 0.5, "patience": 5, "threshold": 1e-3, "min_lr": 1e-6, "cooldown": 2,
+        "factor": 0.5, "patience": 4, "threshold": 1e-3, "min_lr": 1e-6, "cooldown": 1,
     }  # fmt: skip
 
 

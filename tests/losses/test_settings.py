@@ -169,3 +169,16 @@ def test_regularizers_take_part_as_soon_as_their_side_outputs_are_there(
         parts = objective(ModelOutput(embeddings, {"histogram": torch.full((2, 4), 8.0)}), labels, step=2)
     assert parts == {"loss": share * 6 + 0.25 * (8 + 12), "dml": 6, "mean": 20}
     assert "step 2: regularizer 'mean' is now active" in caplog.text
+
+
+def test_parameters_of_a_regularizer_that_has_not_started_decay() -> None:
+    """GSP's code adds decay to the zero gradient of ZSR's label embeddings (gradient_transformers.py:61-67)."""
+    zsr = ZeroShotRegularizer(0.1, 4, 3)
+    before = zsr.label_embeddings.detach().clone()
+    objective = Objective(Sum(), None, {"zsr": zsr})
+    embeddings = torch.ones(2, 3, requires_grad=True)
+    parts = objective(ModelOutput(embeddings), torch.tensor([0, 1]), step=1)
+    assert parts["loss"] == parts["dml"] == 6
+    parts["loss"].backward()
+    torch.optim.SGD(zsr.parameters(), lr=0.5, weight_decay=0.1).step()
+    torch.testing.assert_close(zsr.label_embeddings.detach(), 0.95 * before)

@@ -119,6 +119,8 @@ class Objective(nn.Module):
                 parts[name] = regularizer(given, labels.wanted_by(regularizer), self._plain_loss)
                 extra.append(regularizer.weight * parts[name])
                 share -= regularizer.weight if self.mixing == "convex" else 0.0
+            else:  # a gradient of zero: decay and Adam act on its parameters, as in the GSP study's code
+                extra += [0.0 * parameter.sum() for parameter in regularizer.parameters()]
         for name in sorted(parts.keys() - {"dml", *self._active}):
             logger.info("step %d: regularizer '%s' is now active", step, name)
         self._active = {*parts}

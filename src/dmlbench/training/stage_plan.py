@@ -19,8 +19,7 @@ class Plan:
     """Length and learning rates of a training, in epochs.
 
     Attributes:
-        changes: (epoch, factor) by epoch: from that epoch on the rate of all groups is factor * the first rate. Where
-            only some groups reach the schedule's ``min_lr``, the factor is that of the logged group.
+        changes: (epoch, factor) by epoch: from that epoch on the rate of all groups is factor * the first rate.
     """
 
     epochs: float
