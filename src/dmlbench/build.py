@@ -32,7 +32,7 @@ from dmlbench.experiment import Data, Experiment, Images, Setup
 from dmlbench.identity import config_sha256, contents, is_untrained, read_table, run_sha256, without_added
 from dmlbench.losses.objective import Objective, plain_loss
 from dmlbench.models.avsl_distance import BorrowedDistance
-from dmlbench.models.backbones import ALL, StoredMaps
+from dmlbench.models.backbones import StoredMaps
 from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_channels
 from dmlbench.models.projection import Head
 from dmlbench.ranks import ONE, Ranks
@@ -177,12 +177,7 @@ def use_feature_cache(
     if settings is None:
         return None
     backbone = model.backbone
-    if backbone.frozen_until is None or (settings.level == "pooled" and backbone.frozen_until != ALL):
-        expected = "all" if settings.level == "pooled" else "a stage or all"
-        raise ConfigError(
-            f"backbone.frozen_until: got {backbone.frozen_until or 'null'}, expected {expected} with "
-            f"feature_cache.level={settings.level}. Set backbone.frozen_until=all or feature_cache=none."
-        )
+    settings.check_frozen(backbone.frozen_until)
     if settings.level == "pooled" and not isinstance(model, PooledModel):
         raise ConfigError(
             f"feature_cache.level: got pooled, expected maps, which {cfg.head._target_} needs. Set "

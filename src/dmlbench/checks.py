@@ -90,6 +90,8 @@ def check_values(cfg: DictConfig) -> None:
             f"tuning: got {cfg.tuning._target_} with a feature cache, expected features that do not change. Set "
             "feature_cache=none or tuning=none."
         )
+    if cfg.feature_cache is not None and "frozen_until" in cfg.backbone:
+        component(cfg.feature_cache).check_frozen(cfg.backbone.frozen_until)
     _check_head(cfg)
     if cfg.regularizer is not None:
         _waits_for_data(cfg.regularizer)  # raises if it takes a value that the pooling does not have

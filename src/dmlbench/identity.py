@@ -142,6 +142,7 @@ class PlannedConfig:
     num_repeats: int
     base_seed: int
     max_steps: str  # "3000", or "${epochs:3}"
+    cost: str  # JSON of other settings than the name's that decide the time of a step
     inputs: tuple[str, ...]  # JSON of the nodes of its data set and, if it has weights, of its backbone
     planned_by: Overrides | None  # overrides of the config whose runs must come first
 
@@ -161,10 +162,12 @@ def planned_config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
     nodes = [cfg.dataset.table, *([cfg.backbone] if has_weights else [])]
     inputs = tuple(json.dumps(OmegaConf.to_container(node, resolve=True), sort_keys=True) for node in nodes)
     name, sha256, folds, repeats = config_id(cfg), config_sha256(cfg), protocol.num_folds, protocol.num_repeats
-    steps = str(OmegaConf.to_container(cfg.fit, resolve=False).get("max_steps"))  # type: ignore[union-attr]
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    cost = {key: plain.get(key) for key in ("backbone", "transform", "sampler", "feature_cache", "tuning")}
+    cost |= {f"fit.{key}": plain["fit"].get(key) for key in ("precision", "accumulate", "forward_batch")}
     return PlannedConfig(
-        overrides, cfg.dataset.name, protocol.name, name, sha256, folds, repeats, cfg.base_seed, steps, inputs,
-        planned_by,
+        overrides, cfg.dataset.name, protocol.name, name, sha256, folds, repeats, cfg.base_seed,
+        str(plain["fit"].get("max_steps")), json.dumps(cost, sort_keys=True), inputs, planned_by,
     )  # fmt: skip
 
 

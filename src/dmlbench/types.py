@@ -54,7 +54,7 @@ class RunInUse(RunError):
 
 
 class Diverged(RunError):
-    """The loss or a gradient is not finite; starting again ends alike."""
+    """A loss, a gradient or an embedding is not finite; starting again ends alike."""
 
 
 class Pruned(RunError):

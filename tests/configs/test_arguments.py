@@ -97,6 +97,12 @@ def test_lists_patterns_and_file_names_need_no_quotes(command: str, argument: st
     assert hydra_takes(command, argument) == [taken]
 
 
+@pytest.mark.parametrize("command", ["train", "table"])
+def test_paths_begin_in_the_home_folder_where_a_user_writes_a_tilde(command: str, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert hydra_takes(command, "paths.output_dir=~/runs") == ["paths.output_dir='/home/me/runs'"]
+
+
 def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
     arguments = ["-m", "pooling=gap,gsp", "pooling.memory_rows=16", "+pooling.x=[1,2]", "fold=0", "loss.scale=1"]
     assert hydra_takes("train", *arguments) == [

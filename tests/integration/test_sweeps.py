@@ -163,8 +163,12 @@ def test_a_dry_run_of_a_sweep_lists_states_and_checks_what_is_there(tmp_path: Pa
     missing = ("dataset=cub200", "paths.data_dir=nowhere", "backbone=resnet50", "backbone.weights_file=gone.pth")
     error = command("train", *missing, "--dry-run", code=1)
     assert "1 of 1 runs cannot start: " in error and "nowhere" in error and "weights file 'gone.pth' does not " in error
-    error = command("train", *TINY, "protocol=conventional", "feature_cache=maps", "--dry-run", code=1)
-    assert "1 of 1 runs cannot start: " in error and "backbone.frozen_until" in error
+    error = command("train", "-m", *TINY, "protocol=conventional", "feature_cache=none,maps", "--dry-run", code=1)
+    assert "1 config cannot be run: backbone.frozen_until: got null, expected a stage or all" in error
+    error = command(
+        "train", "-m", *TINY, "protocol=conventional", "sampler.classes_per_batch=2,99", "--dry-run", code=1
+    )
+    assert "1 of 2 runs cannot start: " in error and "got 99, expected at most" in error
     without_device = command("train", *TINY, "protocol=conventional", "device=cuda:99", "--dry-run")
     assert "1 run, time unknown: device: got " in without_device  # it may be there when the run starts
     error = command("train", "-m", *TINY, "fold=0,9", "--dry-run", code=1)
@@ -186,13 +190,13 @@ def test_a_sweep_says_which_of_its_jobs_will_fail_before_the_first_starts(capsys
 
 def test_a_dry_run_says_which_jobs_will_fail_and_times_each_number_of_steps(tmp_path: Path, capsys) -> None:
     places = (f"paths.output_dir={tmp_path}/out", f"paths.cache_dir={tmp_path}/cache")
-    jobs = (*TINY, *places, "protocol=mlrc,conventional", "fold=0,3", "repeat=0", "repeat=1", "fit.max_steps=2,60")
+    jobs = (*TINY, *places, "protocol=mlrc,conventional", "fold=0,3", "repeat=0", "repeat=1", "fit.max_steps=2,3,4,5")
     with pytest.raises(SystemExit):
         main(["train", "-m", *jobs, "--dry-run"])
     out, error = capsys.readouterr()
-    assert "4 configs, 6 runs: 6 missing" in out
+    assert "8 configs, 12 runs: 12 missing" in out
     assert "protocol=conventional fold=3" in error and "will fail: fold: got 3, expected 0 to 0" in error
-    assert sum("timing " in line for line in error.splitlines()) == 3  # of four kinds
+    assert sum("timing " in line for line in error.splitlines()) == 6  # of eight kinds
 
 
 def test_overrides_of_a_sweep_keep_their_interpolations() -> None:

@@ -42,7 +42,7 @@ class Runs:
         self.kill_at = math.inf
         monkeypatch.setattr(runner, "run", self.run)
         monkeypatch.setattr(runner, "directory_of", lambda cfg: Path(cfg.paths.output_dir) / self.name(cfg))
-        monkeypatch.setattr(search, "_checked", lambda asked, compose: {"space": str(asked.space)})
+        monkeypatch.setattr(search, "checked", lambda asked, compose: {"space": str(asked.space)})
 
     @staticmethod
     def name(cfg) -> str:
@@ -59,6 +59,8 @@ class Runs:
             return run_dir
         if cfg.lr > 0.08:
             raise Diverged("loss = nan; lower optim.lr")
+        if cfg.lr > 0.05:
+            raise ConfigError("loss.margin: got 0.06, expected at most 0.05.")
         history = run_dir / "history.csv"
         lines = history.read_text().splitlines() if history.exists() else ["step,name,value"]
         for step in range(10 * len(lines), STEPS + 1, EVERY):  # from where the last checkpoint was
@@ -125,14 +127,20 @@ def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_repeated_values_cost_nothing_and_diverged_trials_fail(tmp_path, monkeypatch) -> None:
+def test_repeated_values_cost_nothing_and_trials_that_diverge_or_are_invalid_fail(tmp_path, monkeypatch) -> None:
     runs = Runs(monkeypatch)
-    asked = made(tmp_path, space={"lr": {"choices": [0.001, 0.01, 0.1]}}, trials=7, pruner=None)
+    asked = made(tmp_path, space={"lr": {"choices": [0.001, 0.01, 0.06, 0.1]}}, trials=9, pruner=None)
     found = conducted(asked)
-    assert sum(runs.trained.values()) == 2 * STEPS  # of 7 trials of three values, one of which diverges
-    assert {outcome.state for outcome in found} == {"complete", "failed"}
-    assert all((o.state == "failed") == (o.values["lr"] == 0.1) == ("nan" in o.note) for o in found)
-    assert conducted(asked) == found and len(conducted(dataclasses.replace(asked, trials=8))) == 8
+    assert sum(runs.trained.values()) == 2 * STEPS  # of 9 trials of four values, one of which diverges, one is invalid
+    assert {outcome.values["lr"]: outcome.state for outcome in found} == {
+        0.001: "complete", 0.01: "complete", 0.06: "failed", 0.1: "failed",
+    }  # fmt: skip
+    assert all(("nan" in o.note, "margin" in o.note) == (o.values["lr"] == 0.1, o.values["lr"] == 0.06) for o in found)
+    failed = [o for o in found if o.state == "failed"]
+    assert any(
+        note.startswith(f"{len(failed)} failed: ") and "margin" in note for note in best_trial.notes(asked, found)
+    )
+    assert conducted(asked) == found and len(conducted(dataclasses.replace(asked, trials=10))) == 10
 
 
 def test_a_grid_tries_every_combination_once(tmp_path, monkeypatch) -> None:

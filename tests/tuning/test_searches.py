@@ -12,7 +12,7 @@ from dmlbench.config import arguments_of, composing, config_folder
 from dmlbench.external_files import load_yaml
 from dmlbench.runner import ComposedRun
 from dmlbench.tuning.best_trial import COVERED
-from dmlbench.tuning.search import _checked
+from dmlbench.tuning.search import checked
 from dmlbench.types import ConfigError
 
 LOSSES = {
@@ -40,7 +40,7 @@ def composed(overrides) -> ComposedRun:
 def test_mlrc_musgrave_searches_each_loss_by_fifty_trials_of_four_folds(loss) -> None:
     with composing():
         search = searched("mlrc_musgrave", "dataset=cars196", f"loss={loss}")
-        _checked(search, composed)
+        checked(search, composed)
         parts = [composed_run(search.of_run({}, i)).protocol.held_out_part for i in range(4)]
     assert {d.key for d in search.space} == {f"loss.{key}" for key in LOSSES[loss]}
     assert (search.trials, search.pruner, parts) == (50, None, [0, 1, 2, 3])
@@ -60,7 +60,7 @@ def test_the_reality_check_searches_the_learning_rates_of_every_loss_and_its_rec
                 *row.replace("recipe=reality_check", "").split(),
             ]
             search = searched("reality_check", *overrides)
-            _checked(search, composed)
+            checked(search, composed)
             trial, run = composed_run(search.of_run({}, 0)), composed_run(["experiment=reality_check", *overrides])
             assert (trial.fit.max_steps, run.fit.max_steps) == ((1500, 5000) if "loss=" in row else (0, 0))
             keys = {dimension.key for dimension in search.space}
@@ -84,11 +84,11 @@ def test_searches_have_the_names_of_their_files_and_see_no_test_set() -> None:
     names = [path.stem for path in (config_folder() / "search").glob("*.yaml")]
     with composing():
         assert [searched(name).name for name in names] == names
-        _checked(searched("demo"), composed)
+        checked(searched("demo"), composed)
         with pytest.raises(ConfigError, match=r"protocol: got mlrc, expected hpo, .* Leave protocol out"):
-            _checked(searched("demo", "protocol=mlrc"), composed)
+            checked(searched("demo", "protocol=mlrc"), composed)
         with pytest.raises(ConfigError, match=r"protocol: got mlrc, expected hpo"):  # also of a trial's second run
-            _checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed)
+            checked(searched("demo", own=("runs=[['repeat=0'],['protocol=mlrc']]",)), composed)
         for given, own in ((["optim.lr=0.1"], ()), ([], ("runs=[['repeat=0','optim.lr=0.1']]",))):
             with pytest.raises(ConfigError, match=r"optim.lr=0.1: optim.lr is in the search space. Leave optim.lr out"):
                 searched("demo", *given, own=own)

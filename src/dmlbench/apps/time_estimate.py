@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmlbench.apps.plan import Plan, Run
-from dmlbench.data.images.feature_cache import FeatureCache
+from dmlbench.data.images.feature_cache import FeatureCache, require_space
 from dmlbench.experiment import Experiment
 from dmlbench.identity import PlannedConfig
 from dmlbench.models.net import PooledModel
@@ -50,9 +50,12 @@ class CachingTime:
         self.seconds = 0.0
         self.cache = ""
 
-    def __call__(self, cache: FeatureCache, records: Callable[[IntArray], Iterator[Tensor]], **_: Any) -> None:
+    def __call__(
+        self, cache: FeatureCache, records: Callable[[IntArray], Iterator[Tensor]], *, name: str, **_: Any
+    ) -> None:
         if cache.is_complete():
             return
+        require_space(cache, name)
         positions = np.arange(cache.num_records)[-_TIMED_RECORDS:]  # random views, if there are any
 
         def seconds() -> float:
@@ -67,9 +70,9 @@ class CachingTime:
 
 
 def kind_of(config: PlannedConfig) -> tuple[str, ...]:
-    """What configs whose runs take about as long share: data set, protocol, backbone and number of steps."""
+    """What configs whose runs take about as long share: data set, protocol, backbone, number of steps and cost."""
     backbone, *rest = config.name.split("-")
-    return config.dataset, config.protocol, backbone, *rest[2:-1], config.max_steps
+    return config.dataset, config.protocol, backbone, *rest[2:-1], config.max_steps, config.cost
 
 
 def measured_times(plan: Plan) -> dict[str, RunTime]:

@@ -115,6 +115,7 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
         split = [argument.partition("=") for argument in given]
         given = [f"{_IN_TRAIN.get(key, key)}{equals}{value}" for key, equals, value in split]
         keys = {}
+    given = [_expanded(argument) for argument in given]
     kinds = _KINDS | {key: kind for key, annotation in keys.items() if (kind := _kind(key, annotation)) is not None}
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
     given = _with_new_keys(given, {key for key, annotation in keys.items() if annotation == dict[str, Any]})
@@ -126,6 +127,12 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
 def in_train(given: Sequence[str], *, is_grid: bool = False) -> list[str]:
     """Overrides of ``dmlbench train`` in Hydra's grammar."""
     return for_hydra("train", CommandLine(overrides=tuple(given), is_sweep=is_grid))
+
+
+def _expanded(argument: str) -> str:
+    """``paths.output_dir=~/runs`` with the home folder, which shells leave as it is after the dot of a key."""
+    key, equals, value = argument.partition("=")
+    return f"{key}{equals}{Path(value).expanduser()}" if key.startswith("paths.") and value[:1] == "~" else argument
 
 
 def _kind(key: str, annotation: Any) -> Any:

@@ -227,7 +227,7 @@ def table(
     """
     add_module_folder(config_dir)
     spec = EvaluationSpec(metrics=_listed(metrics), recall_at=tuple(recall_at))
-    root = compose("table", []).paths.output_dir if output_dir is None else str(output_dir)
+    root = compose("table", []).paths.output_dir if output_dir is None else str(Path(output_dir).expanduser())
     if compare is not None:
         pairs = compare_with_first(root, compare, spec, among=configs, allow_partial=allow_partial)
         return comparison_table(pairs).to_frame()

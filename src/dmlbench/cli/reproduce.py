@@ -203,6 +203,8 @@ def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[
         raise ConfigError(f"{name} cannot be run: it {told}.")
     labels = None if args.rows is None else list(args.rows)
     coordinates = {key: list(found) for key in ("fold", "repeat") if (found := getattr(args, key))}
+    if wrong := [number for number in coordinates.get("repeat", ()) if number < 0]:
+        raise ConfigError(f"repeat: got {wrong[0]}, expected 0 or more.")
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():

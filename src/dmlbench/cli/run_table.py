@@ -123,7 +123,7 @@ def _print_table(
         mixed: other reasons why no row is comparable with the paper.
     """
     reasons = [*paper_comparison.given_by_hand(moved), *mixed]
-    base = Path(args.paths.output_dir) / "tables" / f"{table.name}{_suffix(table.part, moved)}"
+    base = Path(args.paths.output_dir) / "tables" / f"{table.name}{part_suffix(table.part, moved)}"
     notes = [f"a part of the table: {'; '.join(table.part)}"] if table.part else []
     if in_use := [str(run.path) for run in plan.runs if run.state == "running"]:
         listed = ", ".join(in_use[:_MOST_LISTED]) + (" and others" if len(in_use) > _MOST_LISTED else "")
@@ -192,7 +192,7 @@ def write_comparison(name: str, comparisons: Sequence[Comparison], notes: Sequen
     side_by_side(name, about, comparisons, [*of_paper, *notes]).publish(base)
 
 
-def _suffix(part: Sequence[str], moved: Sequence[str]) -> str:
+def part_suffix(part: Sequence[str], moved: Sequence[str]) -> str:
     """The end of a table's file name; empty for the paper's whole table."""
     if not part and not moved:
         return ""
@@ -289,8 +289,15 @@ def _commands(
         yield Command(tuple(words), output)
 
 
+def _output_of(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}). Remove it, and start the same command again.") from None
+
+
 def _print_comparison(name: str, commands: Sequence[Command], given: Sequence[str], folder: Path) -> None:
-    measured = [read_json(command.output) for command in commands if command.output is not None and command.is_done]
+    measured = [_output_of(command.output) for command in commands if command.output is not None and command.is_done]
     notes = dict.fromkeys(note for one in measured for note in one["notes"])
     of_numbers = [note for note in notes if note.startswith("halves of")]  # what the distances are of, as in the paper
     reasons = [*paper_comparison.given_by_hand(given), *(note for note in notes if note not in of_numbers)]

@@ -7,7 +7,7 @@ from typing import Any
 from dmlbench.cli.arguments import CommandLine
 from dmlbench.cli.hydra_command import run_command
 from dmlbench.config import key_of
-from dmlbench.types import ConfigError, DmlbenchError, counted
+from dmlbench.types import ConfigError, DmlbenchError, RunError, counted
 
 _USAGE = """usage: dmlbench submit check FOLDER [key=value ...]
 
@@ -44,7 +44,7 @@ def main(line: CommandLine) -> None:
         try:
             checked = check_submission(args, submission, folder)
         except DmlbenchError as error:
-            raise type(error)(f"rejected: {error}") from None
+            raise RunError(f"rejected: {error}") from None
         print(f"accepted: {counted(len(checked.imported.scores), 'file')}; training not verified")
         for flag in checked.flags:
             print(f"  IMPLAUSIBLE: {flag}")

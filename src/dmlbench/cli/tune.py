@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from filelock import FileLock
 
 from dmlbench.cli.arguments import CommandLine, in_train
 from dmlbench.cli.hydra_command import composed_command, prepare_process, quiet, run_command
@@ -61,9 +62,10 @@ def _check(searches: "Mapping[str, Search]") -> None:
 
 def _describe(search: "Search") -> None:
     """Print the trials and the search space."""
-    from dmlbench.tuning.search import STORAGE, reporting, require_same_settings
+    from dmlbench.tuning.search import STORAGE, checked, reporting, require_same_settings
 
     done = 0
+    checked(search, _compose)
     require_same_settings(search, _compose)
     if (search.folder / STORAGE).is_file():
         with reporting(search) as found:
@@ -128,6 +130,7 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     Returns:
         The config folder that has the recipe, or None with ``dry_run``.
     """
+    from dmlbench.cli.run_table import part_suffix
     from dmlbench.tuning.best_trial import WRITTEN, Tuned, joint_recipe, ranked, spread_table
     from dmlbench.tuning.search import ended, require_same_settings
 
@@ -139,7 +142,6 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
     path = folder / "recipe" / f"{name}.yaml"
     if path.is_file() and WRITTEN not in path.read_text(encoding="utf-8"):
         raise ConfigError(f"{path}: tune=true would overwrite this recipe written by hand. Rename the file.")
-    known = recipe_of(config_folders(folder), name)
     searches: dict[str, Search] = {}
     covered: dict[str, dict[str, str]] = {}
     protocols: dict[str, str] = {}
@@ -177,9 +179,12 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
         Tuned(covered[key], {**_choices(of_runs[key]), "protocol": protocols[key]}, best[key], len(outcomes[key]))
         for key in searches
     ]
-    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(results / "trials")
+    spread_table(name, outcomes, _compose(next(iter(of_runs.values()))).monitor).publish(
+        results / f"trials{part_suffix(table.part, ())}"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, joint_recipe(name, parts, known).encode())
+    with FileLock(results / "recipe.lock"):  # of other data sets, other processes may add entries
+        atomic_write(path, joint_recipe(name, parts, recipe_of(config_folders(folder), name)).encode())
     print(f"written: {path}")
     return folder
 
@@ -217,10 +222,9 @@ def _end_of(key: str, search: "Search") -> "list[Outcome]":
 def _report(search: "Search", found: "Sequence[Outcome]", config_dir: Path | None) -> tuple["TrialsTable", list[str]]:
     from dmlbench.tuning.best_trial import notes, ranked, trials_table
 
-    monitor = _compose(search.of_run(found[0].values, 0)).monitor
-    table = trials_table(search, found, monitor)
-    written = table.write(search.folder / "trials", ["csv", "md"])
     best = ranked(found)[0]
+    table = trials_table(search, found, _compose(search.of_run(best.values, 0)).monitor)
+    written = table.write(search.folder / "trials", ["csv", "md"])
     if best.state != "complete":
         if any(outcome.state == "running" for outcome in found):
             return table, []  # whoever has them writes the recipe

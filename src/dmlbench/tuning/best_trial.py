@@ -13,7 +13,7 @@ from dmlbench.recipes import Recipe, options_of
 from dmlbench.results.table import Table
 from dmlbench.runner import ComposedRun
 from dmlbench.tuning.search import Compose, Outcome, Search
-from dmlbench.types import counted, is_within
+from dmlbench.types import counted, is_within, shorten
 
 COVERED = ("dataset", "backbone", "pooling", "head", "loss")
 """Groups whose options the recipe is for."""
@@ -102,9 +102,10 @@ def notes(search: Search, outcomes: Sequence[Outcome]) -> list[str]:
             f"{len(pruned)} of {len(outcomes)} trials were pruned: {mean:.0f} steps each on average{share}; their "
             "scores are the best that they had reached, and `dmlbench clean` removes their runs, which are interrupted"
         )
-    for state, means in (("failed", "their training diverged"), ("running", "by other processes, or interrupted")):
-        if count := sum(o.state == state for o in outcomes):
-            found.append(f"{count} {state}: {means}")
+    if failed := [o.note for o in outcomes if o.state == "failed"]:
+        found.append(f"{len(failed)} failed: {shorten(list(dict.fromkeys(failed)), most=2)}")
+    if running := sum(o.state == "running" for o in outcomes):
+        found.append(f"{running} running: by other processes, or interrupted")
     if (missing := search.trials - len(outcomes)) > 0:
         found.append(f"{missing} of {search.trials} trials not begun")
     runs = counted(len(search.runs), "run")

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from filelock import FileLock
 from pydantic import Field
 
@@ -116,7 +117,7 @@ class Outcome:
 
 def conduct(search: Search, compose: Compose) -> list[Outcome]:
     """Run the missing trials, perhaps beside other processes; return the outcomes of all."""
-    identity = _checked(search, compose)
+    identity = checked(search, compose)
     make_directory(search.folder)
     study = _open(search, identity)
     outcomes(search, study)  # raises if results are gone
@@ -128,7 +129,7 @@ def conduct(search: Search, compose: Compose) -> list[Outcome]:
     return outcomes(search, study)
 
 
-def _checked(search: Search, compose: Compose) -> dict[str, str]:
+def checked(search: Search, compose: Compose) -> dict[str, str]:
     """Check the runs at the corners of the space; return what identifies the search, as text by name."""
     first, *others = corners(search.space)
     bases = [compose(search.of_run(search.values(first), i)) for i in range(len(search.runs))]
@@ -258,8 +259,8 @@ def _perform(search: Search, study: "Study", trial: "Trial", compose: Compose) -
     except Pruned as stopped:
         steps += stopped.step
         log.info("trial %d is pruned at step %d: below the median", trial.number + 1, stopped.step)
-    except Diverged as error:
-        trial.set_user_attr("note", str(error))
+    except (Diverged, ConfigError, torch.OutOfMemoryError) as error:  # of these values, not of the search
+        trial.set_user_attr("note", str(error).splitlines()[0])
         log.warning("trial %d failed: %s", trial.number + 1, error)
     trial.set_user_attr("steps", steps)
     if len(scores) < len(search.runs):  # a failed one, too: from FAIL the sampler learns nothing and draws there again
@@ -311,7 +312,7 @@ def _last_step(run_dir: Path) -> int | None:
 def require_same_settings(search: Search, compose: Compose) -> None:
     """Raise RunError if the folder of a search holds one with other settings."""
     if (search.folder / STORAGE).is_file():
-        _open(search, _checked(search, compose))
+        _open(search, checked(search, compose))
 
 
 def ended(search: Search) -> list[Outcome] | None:

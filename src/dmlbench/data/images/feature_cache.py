@@ -61,6 +61,15 @@ class FeatureCacheSettings:
         check_choice("feature_cache.dtype", self.dtype, get_args(CacheDtype))
         check_at_least(1, **{"feature_cache.views": self.views})
 
+    def check_frozen(self, frozen_until: str | None) -> None:
+        """Raise ConfigError unless the part of the backbone whose output is cached is frozen."""
+        if frozen_until is None or (self.level == "pooled" and frozen_until != "all"):
+            expected = "all" if self.level == "pooled" else "a stage or all"
+            raise ConfigError(
+                f"backbone.frozen_until: got {frozen_until or 'null'}, expected {expected} with "
+                f"feature_cache.level={self.level}. Set backbone.frozen_until=all or feature_cache=none."
+            )
+
 
 class FeatureCache:
     """Records of images by table row, from a complete file.
@@ -200,17 +209,23 @@ def complete_cache(
         raise DataError(f"feature cache '{cache.path}': {error.strerror or error}. {_REMEDY}") from error
 
 
+def require_space(cache: FeatureCache, name: str, *, stored: int = 0) -> None:
+    """Raise DataError if the disk is too small for a cache of which ``stored`` bytes are there."""
+    folder = next(parent for parent in cache.path.parents if parent.is_dir())
+    if (free := shutil.disk_usage(folder).free + stored) < cache.total_bytes:
+        raise DataError(
+            f"the feature cache of '{name}' takes {cache.total_bytes / 1e9:.2f} GB, '{cache.path.parent}' has "
+            f"{free / 1e9:.2f} GB free. {_REMEDY}"
+        )
+
+
 def _build(
     path: Path, cache: FeatureCache, records: Callable[[IntArray], Iterator[Tensor]], *, progress: bool,
     check: Callable[[], None], name: str,
 ) -> None:  # fmt: skip
     head, start, total, size = cache.head, cache.start, cache.total_bytes, cache.record_bytes
     stored = path.stat().st_blocks * 512 if path.exists() else 0
-    if (free := shutil.disk_usage(path.parent).free + stored) < total:
-        raise DataError(
-            f"the feature cache of '{name}' takes {total / 1e9:.2f} GB, '{path.parent}' has {free / 1e9:.2f} GB free. "
-            f"{_REMEDY}"
-        )
+    require_space(cache, name, stored=stored)
     with open(path, "r+b" if path.exists() else "w+b") as file:
         if file.read(len(head)) != head:
             os.truncate(file.fileno(), 0)

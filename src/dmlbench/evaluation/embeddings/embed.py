@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from dmlbench.device_copies import to_device
 from dmlbench.runtime import atomic_write, reason_of
-from dmlbench.types import Batch, EmbeddingSet, IntArray, RunError
+from dmlbench.types import Batch, Diverged, EmbeddingSet, IntArray, RunError
 
 if TYPE_CHECKING:
     from pytorch_metric_learning.distances import BaseDistance
@@ -351,13 +351,13 @@ def check_sets(queries: EmbeddingSet, gallery: EmbeddingSet) -> None:
 
 
 def check_finite(rows: Tensor, ids: Tensor, *, what: str) -> None:
-    """Raise RunError naming the first of ``ids`` [N] whose row of ``rows`` [N, D] holds a NaN or an infinity."""
+    """Raise Diverged naming the first of ``ids`` [N] whose row of ``rows`` [N, D] holds a NaN or an infinity."""
     if bool(torch.isfinite(rows.sum(dim=1)).all()):  # one pass; a sum that overflows is looked at more closely
         return
     finite = torch.isfinite(rows).all(dim=1)
     if not bool(finite.all()):
         first = int(torch.nonzero(~finite)[0, 0])
-        raise RunError(
+        raise Diverged(
             f"{what} of row id {int(ids[first])} holds NaN or infinity ({int((~finite).sum())} of {len(rows)} rows "
             "do). If the model has diverged, lower the learning rate or clip the gradient."
         )
