@@ -408,9 +408,8 @@ def build_optimizer(
     if cfg.schedule is not None and cfg.fit.max_steps:  # epochs are known now
         check_periods(OmegaConf.to_container(cfg.schedule, resolve=True), "schedule")
     schedule = component(cfg.schedule, optimizer=optimizer)
-    if isinstance(
-        schedule, ReduceLROnPlateau
-    ):  # min_lr bounds optim.lr; other groups keep their multiples of it, as in Keras
+    if isinstance(schedule, ReduceLROnPlateau):
+        # As in Keras, min_lr bounds optim.lr, and other groups keep their multiples of it.
         rates = zip(schedule.min_lrs, optimizer.param_groups, strict=True)
         schedule.min_lrs = [low * group["lr"] / settings.lr for low, group in rates]
     return optimizer, schedule

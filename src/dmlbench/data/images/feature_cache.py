@@ -199,7 +199,7 @@ def complete_cache(
         return
     check()
     cache.path.parent.mkdir(parents=True, exist_ok=True)
-    part = cache.path.with_suffix(".part")
+    part = _part_of(cache)
     try:
         with build_lock(cache.path, check):
             if not cache.is_complete():
@@ -209,9 +209,14 @@ def complete_cache(
         raise DataError(f"feature cache '{cache.path}': {error.strerror or error}. {_REMEDY}") from error
 
 
-def require_space(cache: FeatureCache, name: str, *, stored: int = 0) -> None:
-    """Raise DataError if the disk is too small for a cache of which ``stored`` bytes are there."""
-    folder = next(parent for parent in cache.path.parents if parent.is_dir())
+def _part_of(cache: FeatureCache) -> Path:
+    return cache.path.with_suffix(".part")
+
+
+def require_space(cache: FeatureCache, name: str) -> None:
+    """Raise DataError if the disk is too small for what is missing of a cache."""
+    folder, part = next(parent for parent in cache.path.parents if parent.is_dir()), _part_of(cache)
+    stored = part.stat().st_blocks * 512 if part.exists() else 0
     if (free := shutil.disk_usage(folder).free + stored) < cache.total_bytes:
         raise DataError(
             f"the feature cache of '{name}' takes {cache.total_bytes / 1e9:.2f} GB, '{cache.path.parent}' has "
@@ -224,8 +229,7 @@ def _build(
     check: Callable[[], None], name: str,
 ) -> None:  # fmt: skip
     head, start, total, size = cache.head, cache.start, cache.total_bytes, cache.record_bytes
-    stored = path.stat().st_blocks * 512 if path.exists() else 0
-    require_space(cache, name, stored=stored)
+    require_space(cache, name)
     with open(path, "r+b" if path.exists() else "w+b") as file:
         if file.read(len(head)) != head:
             os.truncate(file.fileno(), 0)
