@@ -99,8 +99,8 @@ def test_lists_patterns_and_file_names_need_no_quotes(command: str, argument: st
 
 @pytest.mark.parametrize("command", ["train", "table"])
 def test_paths_begin_in_the_home_folder_where_a_user_writes_a_tilde(command: str, monkeypatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert hydra_takes(command, "paths.output_dir=~/runs") == ["paths.output_dir='/home/me/runs'"]
+    monkeypatch.setenv("HOME", "/users/me")
+    assert hydra_takes(command, "paths.output_dir=~/runs") == ["paths.output_dir='/users/me/runs'"]
 
 
 def test_values_inside_of_a_swept_group_wait_for_its_options() -> None:
