@@ -333,6 +333,8 @@ def test_rows_without_an_entry_in_the_recipe_are_named(folder: Path, capsys) -> 
     _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
     remedy = "Add tune=true to tune them first, or choose other rows: 'rows=Contrastive'."
     assert f"not tuned yet: Triplet. {remedy}" in error
+    _, error = reproduce(capsys, "tuned", "dataset=glyhps", "--dry-run", code=2)
+    assert "dataset=glyhps is unknown: did you mean 'glyphs'?" in error
 
 
 def test_an_entry_is_for_rows_that_restate_defaults_but_not_for_those_with_a_regularizer() -> None:

@@ -106,6 +106,8 @@ def _check_tuned(table: "Table", folders: Sequence[Path], output_dir: Path) -> N
         left = dict.fromkeys(row.label for row in rows if not has_entry(recipe, row))
         tuned = dict.fromkeys(row.label for row in rows if row.label not in left)
         if left:
+            for dataset in dict.fromkeys(each for row in rows for each in row.overrides if key_of(each) == "dataset"):
+                hydra.compose("train", [dataset])  # raises if it is unknown
             others = f", or choose other rows: 'rows={','.join(tuned)}'" if tuned else ""
             raise ConfigError(f"not tuned yet: {', '.join(left)}. Add tune=true to tune them first{others}.")
         return
