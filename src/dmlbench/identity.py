@@ -141,8 +141,7 @@ class PlannedConfig:
     num_folds: int
     num_repeats: int
     base_seed: int
-    max_steps: str  # "3000", or "${epochs:3}"
-    cost: str  # JSON of other settings than the name's that decide the time of a step
+    cost: str  # JSON of settings that decide the time of a run, besides the data set and the protocol
     inputs: tuple[str, ...]  # JSON of the nodes of its data set and, if it has weights, of its backbone
     planned_by: Overrides | None  # overrides of the config whose runs must come first
 
@@ -164,10 +163,10 @@ def planned_config(overrides: Overrides, cfg: DictConfig) -> PlannedConfig:
     name, sha256, folds, repeats = config_id(cfg), config_sha256(cfg), protocol.num_folds, protocol.num_repeats
     plain: Any = OmegaConf.to_container(cfg, resolve=False)
     cost = {key: plain.get(key) for key in ("backbone", "transform", "sampler", "feature_cache", "tuning")}
-    cost |= {f"fit.{key}": plain["fit"].get(key) for key in ("precision", "accumulate", "forward_batch")}
+    cost |= {f"fit.{key}": plain["fit"].get(key) for key in ("max_steps", "precision", "accumulate", "forward_batch")}
     return PlannedConfig(
         overrides, cfg.dataset.name, protocol.name, name, sha256, folds, repeats, cfg.base_seed,
-        str(plain["fit"].get("max_steps")), json.dumps(cost, sort_keys=True), inputs, planned_by,
+        json.dumps(cost, sort_keys=True), inputs, planned_by,
     )  # fmt: skip
 
 

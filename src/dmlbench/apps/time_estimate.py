@@ -70,9 +70,9 @@ class CachingTime:
 
 
 def kind_of(config: PlannedConfig) -> tuple[str, ...]:
-    """What configs whose runs take about as long share: data set, protocol, backbone, number of steps and cost."""
+    """What configs whose runs take about as long share: data set, protocol, backbone and cost."""
     backbone, *rest = config.name.split("-")
-    return config.dataset, config.protocol, backbone, *rest[2:-1], config.max_steps, config.cost
+    return config.dataset, config.protocol, backbone, *rest[2:-1], config.cost
 
 
 def measured_times(plan: Plan) -> dict[str, RunTime]:

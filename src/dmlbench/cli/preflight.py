@@ -191,7 +191,7 @@ def print_time(
         return
     of_kind: dict[tuple[str, ...], dict[RunTime, list[str]]] = {}  # names of runs
     for run in (run for run in to_do if run.config.sha256 in times):
-        *place, _, _ = kind_of(run.config)
+        *place, _ = kind_of(run.config)
         of_time = of_kind.setdefault(tuple(place), {})
         of_time.setdefault(times[run.config.sha256], []).append(names.get(run.config.overrides) or run.config.name)
     for kind, of_time in of_kind.items():

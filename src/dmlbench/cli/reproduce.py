@@ -25,7 +25,7 @@ from dmlbench.cli.progress import own_overrides
 from dmlbench.config import compose, composing, config_folders, key_of, schema_of
 from dmlbench.papers import tables
 from dmlbench.recipes import recipe_file, recipe_of
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, check_at_least, closest
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +205,7 @@ def select_table(args: Any, name: str, folders: Sequence[Path], given: Sequence[
         raise ConfigError(f"{name} cannot be run: it {told}.")
     labels = None if args.rows is None else list(args.rows)
     coordinates = {key: list(found) for key in ("fold", "repeat") if (found := getattr(args, key))}
-    if wrong := [number for number in coordinates.get("repeat", ()) if number < 0]:
-        raise ConfigError(f"repeat: got {wrong[0]}, expected 0 or more.")
+    check_at_least(0, repeat=min(coordinates.get("repeat", [0])))
     choices, params = _composed(name)
     part = [] if labels is None else [f"row={','.join(sorted(set(labels)))}"]
     if reproduce.get("rows") and name in tables():

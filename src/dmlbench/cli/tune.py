@@ -65,9 +65,10 @@ def _describe(search: "Search") -> None:
     from dmlbench.tuning.search import STORAGE, checked, reporting, require_same_settings
 
     done = 0
-    checked(search, _compose)
-    require_same_settings(search, _compose)
-    if (search.folder / STORAGE).is_file():
+    if not (search.folder / STORAGE).is_file():
+        checked(search, _compose)
+    else:
+        require_same_settings(search, _compose)
         with reporting(search) as found:
             done = sum(outcome.state != "running" for outcome in found)
     runs = counted(len(search.runs), "run")

@@ -17,7 +17,7 @@ import pandas as pd
 
 from dmlbench.data.image_table import Listing, table_of
 from dmlbench.data.readers.files import read_text
-from dmlbench.data.readers.layouts import images_below, images_in, is_image, subfolders
+from dmlbench.data.readers.layouts import files_below, images_in, is_image, subfolders
 from dmlbench.types import ROLES, ConfigError, DataError, ImageTable, IntArray, closest, shorten
 
 _SPLIT_FOLDERS = {"train", "test", "val", "valid", "validation"}
@@ -127,23 +127,16 @@ def folder(
 
 def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str]:
     """Path and label of images in class folders, their role unless folders by role are merged; and the layout."""
-    below = {top: images_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
-    tops = {top: images for top, images in below.items() if images}
+    below = {top: files_below(root / top) for top in subfolders(root) if top != "__MACOSX"}
+    tops = {top: kept for top, files in below.items() if (kept := [*filter(is_image, files)])}
     if tops and (empty := [top for top in below if top not in tops]):
         logger.warning("'%s': folders without images are ignored: %s", root, shorten(empty))
     if tops and (loose := images_in(root)):
         logger.warning(
             "data set '%s': %d images in '%s' are ignored: they are not in a class folder", name, len(loose), root
         )
-    others = Counter(
-        Path(file).suffix.lower() or "without suffix"
-        for top in tops
-        for place, _, files in os.walk(root / top)
-        if "/." not in Path(place).relative_to(root).as_posix()  # hidden
-        for file in files
-        if not is_image(file) and not file.startswith(".")
-    )
-    if others:
+    unread = (file for top in tops for file in below[top] if not is_image(file))
+    if others := Counter(Path(file).suffix.lower() or "without suffix" for file in unread):
         counts = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
         logger.warning("data set '%s': files without an image's suffix are ignored: %s", name, counts)
     roles = {top: top.casefold() for top in tops if top.casefold() in PART_FOLDERS}

@@ -181,13 +181,18 @@ def images_of_classes(
 
 
 def images_below(top: Path) -> list[str]:
-    """Paths of the images below, relative to ``top``, with forward slashes, sorted."""
+    """The images among ``files_below``."""
+    return [path for path in files_below(top) if is_image(path)]
+
+
+def files_below(top: Path) -> list[str]:
+    """Paths of the visible files below, relative to ``top``, with forward slashes, sorted."""
 
     def walk(folder: Path, prefix: str, inside: frozenset[Path]) -> Iterator[str]:
         place = folder.resolve()
         if place in inside:
             raise DataError(f"'{folder}' links back to '{place}', which contains it. Remove that link.")
-        yield from (prefix + image for image in images_in(folder))
+        yield from (prefix + name for name in _files_in(folder))
         for name in subfolders(folder):
             yield from walk(folder / name, f"{prefix}{name}/", inside | {place})
 
@@ -196,8 +201,12 @@ def images_below(top: Path) -> list[str]:
 
 def images_in(folder: Path) -> list[str]:
     """Sorted names of the image files directly in a folder, hidden ones left out."""
-    names = sorted(name for entry in _entries(folder) if is_image(name := entry.name) and not _is_folder(entry))
-    for name in (folder.name, *names):
+    return [name for name in _files_in(folder) if is_image(name)]
+
+
+def _files_in(folder: Path) -> list[str]:
+    names = sorted(entry.name for entry in _entries(folder) if entry.name[0] != "." and not _is_folder(entry))
+    for name in (folder.name, *filter(is_image, names)):
         try:
             name.encode()
         except UnicodeEncodeError:  # bytes of the file system that Python has escaped
