@@ -282,6 +282,8 @@ def closest(name: str, known: Sequence[str], *, most: int = _NAMES_IN_ERRORS, pr
         listing += f" and {len(known) - most:,} more"
     if near:
         return f"did you mean '{prefix}{near[0]}'? Known: {listing}."
+    if not known:
+        return "there are none."
     return f"choose {'one of ' if len(known) > 1 else ''}{listing}."
 
 

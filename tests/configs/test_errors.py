@@ -188,5 +188,6 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -
 
 
 def test_only_likely_names_are_suggested() -> None:
+    assert closest("foo", []) == "there are none."
     assert closest("foo", ["oodml", "train"]) == "choose one of oodml, train."
     assert closest("trian", ["oodml", "train"]).startswith("did you mean 'train'?")
