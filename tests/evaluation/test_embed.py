@@ -165,6 +165,7 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "twice.npz", rows=ROWS, embeddings=ROWS, labels=LABELS)
     np.savez(tmp_path / "role.npz", role=LABELS)
     torch.save([SET.rows], tmp_path / "list.pt")
+    torch.save({"rows": SET.rows, "labels": SET.labels, "ids": SET.ids.tolist()}, tmp_path / "ids.pt")
     own(tmp_path)
     for arguments, options, message in (
         ([x], {}, "holds no labels. Add them as 'labels', or set labels=<file>"),
@@ -172,6 +173,7 @@ def test_files_that_lack_or_repeat_a_part_are_refused(tmp_path: Path) -> None:
         ([tmp_path / "other.npz"], {}, r"got \['vectors', 'labels'\], expected 'rows' or"),
         ([tmp_path / "twice.npz"], {}, "got 'rows' and 'embeddings', expected one of them"),
         ([tmp_path / "list.pt"], {}, "got list, expected a tensor"),
+        ([tmp_path / "ids.pt"], {}, "'ids' is of type list, expected a tensor"),
         ([x, tmp_path / "other.csv"], {}, "unknown file type, expected one of .safetensors"),
         ([tmp_path / "none.npy"], {}, r"none\.npy is missing"),
         ([x, y], {"gallery": x}, "set gallery_labels=<file>"),

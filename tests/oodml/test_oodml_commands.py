@@ -1,9 +1,11 @@
 """From a data set to splits, runs over them and their scores, by the commands that users give."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from dmlbench.cli.main import main
@@ -64,6 +66,9 @@ def test_splits_are_disjoint_grow_apart_and_are_reproducible(folder: Path, capsy
     assert dmlbench("oodml", "splits", *SPLITS, *places(folder), "points=0", f"also={path}") == 0
     assert path.read_bytes() == before
     assert "halves of the same classes, drawn at random" in capsys.readouterr().out
+    assert dmlbench("oodml", "splits", *SPLITS, *places(folder), "points=0", "picks=2") == 1
+    assert "holds other splits, which runs may need. Set output=<another file>" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_a_step_moves_two_classes_by_default(folder: Path, tmp_path: Path) -> None:
@@ -172,6 +177,19 @@ def test_features_are_those_of_the_network_as_it_is_configured(folder: Path) -> 
     (new,) = set((folder / "cache" / "features").iterdir()) - before
     others = [load_file(file)["rows"] for file in before]
     assert not any(np.array_equal(load_file(new)["rows"], rows) for rows in others)
+
+
+def test_features_of_edited_images_are_computed_again(tmp_path: Path) -> None:
+    for c in range(8):
+        (tmp_path / "data" / str(c)).mkdir(parents=True)
+        pixels = np.random.default_rng(c).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "data" / str(c) / "0.bmp")
+    data = ["dataset=folder", f"dataset.table.root={tmp_path}/data", *places(tmp_path), "transform=cifar"]
+    given = ["backbone=resnet20_small", "picks=2", "points=0", "num_workers=0", f"output={tmp_path}/a.json"]
+    assert dmlbench("oodml", "splits", *data, *given) == 0
+    os.utime(tmp_path / "data" / "0" / "0.bmp", (1, 1))
+    assert dmlbench("oodml", "splits", *data, *given) == 0
+    assert len([*(tmp_path / "cache" / "features").iterdir()]) == 2
 
 
 def test_a_model_is_tested_on_other_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

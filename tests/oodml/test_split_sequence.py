@@ -108,6 +108,14 @@ def test_a_way_ends_when_no_class_is_left_to_exchange() -> None:
     assert [step.count for step in found] == [0, 1, 2, 3]
 
 
+def test_a_way_ends_before_halves_that_occurred_before() -> None:
+    features = classes_of_images("class_means")
+    found = list(exchange(features, range(6), range(20, 26), steps=24))
+    assert 1 < len(found) == len({frozenset((step.train, step.test)) for step in found}) < 25
+    swapped = Step("exchanged", 12, found[0].test, found[0].train, found[0].distance)
+    assert swapped not in pick_evenly([*found, swapped], len(found))
+
+
 def test_halves_of_the_same_classes_are_nearer() -> None:
     features = classes_of_images("samples")
     alike = [alike_halves(features, range(40), seed=seed) for seed in range(3)]

@@ -106,7 +106,7 @@ def _verify(args: Any, name: str) -> None:
 
     from dmlbench.data.image_table import counts_by_role
     from dmlbench.data.preparation.catalog import SOURCES
-    from dmlbench.data.preparation.verify import Report, findings, too_few_classes, unlisted, verdict, verify
+    from dmlbench.data.preparation.verify import Report, findings, unlisted, unusable, verdict, verify
     from dmlbench.data.published_images import deviations_of_sample
     from dmlbench.runtime import available_cores
 
@@ -132,9 +132,9 @@ def _verify(args: Any, name: str) -> None:
         report = Report(deviations=found, unlisted=tuple(unlisted(table, whole_root=has_list)))
     print("\n".join(findings(report)))
     print(verdict(report, counts, num_images=len(table), num_published=num_published))
-    if few := too_few_classes(table):
-        print(few)
-    if report.broken or few:
+    if reason := unusable(table):
+        print(reason)
+    if report.broken or reason:
         sys.exit(1)
 
 

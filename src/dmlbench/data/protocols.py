@@ -98,7 +98,7 @@ class Mlrc(Protocol):
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         parts = _without_part(table, self.num_folds, -1 - fold)
-        return Split(f"{table.name} {self.name} fold {fold}", fold, *parts, _test_set(table))
+        return Split(f"{table.name} {self.name} fold {fold}", fold, *parts, test_set(table))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Conventional(Protocol):
     aggregation: ClassVar[str] = "best_and_mean"
 
     def _split(self, table: ImageTable, fold: int) -> Split:
-        test = _test_set(table)
+        test = test_set(table)
         train = _train_rows(table, _train_classes(table, at_least=1))
         return Split(f"{table.name} {self.name}", fold, train, val=test, test=test, val_is_test=True)
 
@@ -179,7 +179,7 @@ class HeldOut(Protocol):
 
     def _split(self, table: ImageTable, fold: int) -> Split:
         parts = _without_part(table, self.num_parts, -1)
-        return Split(f"{table.name} {self.name}", fold, *parts, _test_set(table))
+        return Split(f"{table.name} {self.name}", fold, *parts, test_set(table))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class TwoStage(Protocol):
         if self.stage == 1:
             return Split(name, fold, *_without_part(table, 2, -1), test=None)
         train = _train_rows(table, _train_classes(table, at_least=2))
-        return Split(name, fold, train, val=None, test=_test_set(table))
+        return Split(name, fold, train, val=None, test=test_set(table))
 
 
 def check_split(split: Split, table: ImageTable, *, shares_classes: bool = False) -> Split:
@@ -287,7 +287,8 @@ def _train_rows(table: ImageTable, classes: IntArray) -> IntArray:
     return rows[table.role[rows] == "train"]
 
 
-def _test_set(table: ImageTable) -> RetrievalSet:
+def test_set(table: ImageTable) -> RetrievalSet:
+    """Images to test on: queries and a gallery, or one set; raises DataError if roles exclude each other."""
     query, gallery, test = (np.flatnonzero(table.role == role) for role in ("query", "gallery", "test"))
     if len(test) and len(query) + len(gallery):
         raise DataError(

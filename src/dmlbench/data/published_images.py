@@ -4,6 +4,7 @@ Enlarged images, adapted boxes, and images re-encoded in the published way are n
 """
 
 import os
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,12 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from dmlbench.types import IntArray, Originals
+
+UNREADABLE = (
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, RuntimeError, struct.error),
+    Image.DecompressionBombError,
+)
+"""What Pillow raises for damaged files."""
 
 SAMPLE = 64
 _SHARE = 0.1  # of the images: some published boxes of CUB-200-2011 lie outside, up to 32 pixels
@@ -43,7 +50,7 @@ def read_header(path: str | os.PathLike[str]) -> Header | None:
             coarse = _SUBSAMPLING.get(factors[0], "subsampled") if len(set(factors)) > 1 else ""
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
             return Header(image.width, image.height, image.format or "", coarse, image.mode, orientation)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except UNREADABLE:
         return None
 
 

@@ -16,6 +16,7 @@ from dmlbench import build
 from dmlbench.apps.loading import load_run
 from dmlbench.components import component
 from dmlbench.config import read_config
+from dmlbench.data.images.image_cache import stamp_of
 from dmlbench.identity import read_table
 from dmlbench.oodml.frechet import Float
 from dmlbench.results.caveats import OTHER_DATA
@@ -68,6 +69,7 @@ def features_of(args: Any) -> Features:
         weights_digest.update(name.encode() + tensor.cpu().numpy().tobytes())
     about = {
         "data": table.fingerprint,
+        "files": None if table.pixels is not None else stamp_of(table),
         "weights": weights_digest.hexdigest(),
         # the same weights make other features with another stride, other levels, other means of colors
         "network": {key: value for key, value in node.items() if key not in ("pretrained", "weights_file")},

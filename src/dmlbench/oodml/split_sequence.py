@@ -53,6 +53,11 @@ class Step:
     test: tuple[int, ...]
     distance: float  # squared Fréchet distance
 
+    @property
+    def halves(self) -> frozenset[tuple[int, ...]]:
+        """The halves, whichever of them trains."""
+        return frozenset((self.train, self.test))
+
 
 class _Half:
     """The classes of one half in slots, with running mean and scatter, so that k rows cost 2 k d^2 instead of n d^2."""
@@ -170,6 +175,7 @@ def exchange(
     """Yield the given split, then the split after every exchange of ``per_step`` classes between the halves.
 
     With class means m_c and their means M, M' over both halves, the classes of the least |m_c - M'| - |m_c - M| go.
+    Stops before halves that occurred before.
 
     Args:
         memory: so many recently exchanged slots are kept.
@@ -178,8 +184,9 @@ def exchange(
     Source: T. Milbich et al., NeurIPS 2021, section 3.3 and public code.
     """
     halves, lately = _Halves(features, train, test), _Memory(memory)
-    exchanged = 0
-    yield halves.step("default", 0)
+    exchanged, step = 0, halves.step("default", 0)
+    seen = {step.halves}
+    yield step
     for _ in range(steps):
         orders = [halves.order(own, reverse=reverse) for own in (0, 1)]
         slots = lately.pick(orders, per_step)
@@ -187,7 +194,11 @@ def exchange(
             return
         halves.exchange(slots)
         exchanged += len(slots)
-        yield halves.step("reversed" if reverse else "exchanged", exchanged)
+        step = halves.step("reversed" if reverse else "exchanged", exchanged)
+        if step.halves in seen:  # few classes: these are halves from before, perhaps with train and test swapped
+            return
+        seen.add(step.halves)
+        yield step
 
 
 def removal(
@@ -247,9 +258,12 @@ def alike_halves(features: ClassFeatures, classes: Sequence[int], *, seed: int) 
 def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
     """Pick ``count`` splits of evenly spaced distances, ascending; the default split replaces the one nearest to it."""
     own_first = sorted(steps, key=lambda step: step.kind == "default")  # the last of equal ones is kept
-    ordered = sorted({(step.train, step.test): step for step in own_first}.values(), key=lambda step: step.distance)
+    ordered = sorted({step.halves: step for step in own_first}.values(), key=lambda step: step.distance)
     if count < 2 or len(ordered) < count:
-        raise DataError(f"picks: got {count}, expected 2 to {len(ordered)}, the number of different splits.")
+        raise DataError(
+            f"picks: got {count}, expected 2 or more, and at most the number of different splits, {len(ordered)}. Change "
+            "picks, or per_step, which a data set with few classes needs small."
+        )
     distances = np.array([step.distance for step in ordered])
     picked: list[int] = []
     for target in np.linspace(distances[0], distances[-1], count):

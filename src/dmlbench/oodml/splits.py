@@ -93,6 +93,8 @@ def make_splits(args: Any) -> Iterator[str]:
         ],
         "splits": [_in_file(step, table, name=str(i)) for i, step in enumerate(picked, start=1)],
     }
+    if path.exists() and read_json(path).get("splits") != document["splits"]:
+        raise DataError(f"'{path}' holds other splits, which runs may need. Set output=<another file>, or delete it.")
     write_json(path, document)
     written = [path, path.with_name(f"{path.stem}-way.png")]
     ways: dict[str, Mapping[str, Any]] = {features.measured_by: document}

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from dmlbench.data.image_table import Listing, table_of
-from dmlbench.data.preparation.verify import Report, unlisted, verdict, verify
+from dmlbench.data.preparation.verify import Report, unlisted, unusable, verdict, verify
 from dmlbench.data.readers.folder import folder
 from dmlbench.types import ImageTable
 
@@ -64,7 +64,24 @@ def test_every_broken_image_is_counted_with_its_reason(
     assert "cannot identify image file" in report.broken[1][1]
     assert report.looked_at == 12
     assert str(root) not in report.broken[1][1]
+
+    def failing(image: Image.Image) -> None:  # as Pillow's decoder of AVIF fails
+        raise RuntimeError("Decoding of color planes failed")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", failing)
+    assert ("ant/1.jpg", "Decoding of color planes failed") in report_of(root).broken
     assert ImageFile.LOAD_TRUNCATED_IMAGES is lets_pass
+
+
+def test_roles_that_exclude_each_other_are_reported() -> None:
+    def reason(*role: str) -> str:
+        pixels = np.zeros((len(role), 2, 2, 3), dtype=np.uint8)
+        return unusable(array_table(pixels, [min(k, 2) for k in range(len(role))], role))
+
+    assert "both the role test and the roles query or gallery" in reason("train", "train", "test", "query", "gallery")
+    assert "got 1 query and 0 gallery images" in reason("train", "train", "query")
+    assert "train: got 1 class, expected 2 or more" in reason("train", "test")
+    assert reason("train", "train", "query", "gallery") == ""
 
 
 def test_modes_rotations_and_tiny_images_are_counted_and_not_broken(root: Path) -> None:

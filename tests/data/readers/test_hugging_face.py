@@ -232,8 +232,10 @@ def test_images_are_written_once_for_each_content(tmp_path: Path, monkeypatch: p
         again = hugging_face(tmp_path / "hf", cache_dir=cache, name="other")
     assert (again.root, again.fingerprint) == (table.root, table.fingerprint)
     assert {path: path.stat().st_mtime_ns for path in kept.rglob("*")} == before
-    write(file.with_name("b.parquet"), [0, 1], first=1)
-    assert hugging_face(tmp_path / "hf", cache_dir=cache).root != table.root
+    write(file.with_name("b.parquet"), [0, 1], first=1)  # images of the same sizes
+    other = hugging_face(tmp_path / "hf", cache_dir=cache)
+    assert other.root != table.root
+    assert other.fingerprint != table.fingerprint
     assert kept.is_dir()
 
 

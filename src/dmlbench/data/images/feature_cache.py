@@ -198,9 +198,9 @@ def complete_cache(
     if cache.is_complete():
         return
     check()
-    cache.path.parent.mkdir(parents=True, exist_ok=True)
     part = _part_of(cache)
     try:
+        cache.path.parent.mkdir(parents=True, exist_ok=True)
         with build_lock(cache.path, check):
             if not cache.is_complete():
                 _build(part, cache, records, progress=progress, check=check, name=name)

@@ -1,6 +1,5 @@
 """Where pixels come from: files read and resized on request, arrays in memory, or images passed from Python."""
 
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +11,12 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from torch import Tensor
 
+from dmlbench.data.published_images import UNREADABLE
 from dmlbench.types import DataError, ImageTable
 
 Kernel = Literal["pillow", "torch"]
 Given = str | Path | Image.Image | NDArray[np.uint8] | Tensor
 
-_UNREADABLE = (
-    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error),
-    Image.DecompressionBombError,
-)
-"""What Pillow raises for damaged files."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
@@ -43,7 +38,7 @@ def read_image(path: str | Path) -> Image.Image:
         with Image.open(path) as file:
             file.load()
             image = _upright(file)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise DataError(
             f"image '{path}' cannot be read ({error}). Replace the file, or remove it from the data; `dmlbench data "
             "verify` lists all such files."
@@ -155,7 +150,7 @@ class GivenImages:
                 image = as_rgb(_upright(given))
             except DataError as error:
                 raise DataError(f"image {self.names[row]} {error}") from None
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 raise DataError(f"image {self.names[row]} cannot be read ({error}). Open it again.") from error
         else:
             if isinstance(given, Tensor):

@@ -15,6 +15,7 @@ from PIL import ImageFile
 
 from dmlbench.data.image_table import counts_by_role, file_contents
 from dmlbench.data.images.sources import for_each, read_image
+from dmlbench.data.protocols import test_set
 from dmlbench.data.published_images import Header, deviations, read_header
 from dmlbench.data.readers.layouts import is_image
 from dmlbench.runtime import file_sha256
@@ -204,12 +205,16 @@ def _first(names: Sequence[str], *, indent: str = "    ") -> list[str]:
     return [f"{indent}{name}" for name in [*names[:_NAMED], *more]]
 
 
-def too_few_classes(table: ImageTable) -> str:
-    """Why nothing can be trained on a data set; empty if something can."""
-    classes = len(np.unique(table.labels[table.role == "train"]))
-    if classes > 1:
-        return ""
-    return f"train: got {counted(classes, 'class')}, expected 2 or more. `dmlbench train` cannot use this data set."
+def unusable(table: ImageTable) -> str:
+    """Why `dmlbench train` cannot use a data set; empty if it can."""
+    classes, reason = len(np.unique(table.labels[table.role == "train"])), ""
+    try:
+        test_set(table)
+    except DataError as error:
+        reason = str(error)
+    if classes < 2:
+        reason = f"train: got {counted(classes, 'class')}, expected 2 or more."
+    return reason and f"{reason} `dmlbench train` cannot use this data set."
 
 
 def verdict(report: Report, counts: str, *, num_images: int, num_published: int) -> str:

@@ -144,7 +144,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     is_split = False
     if has_parts:
         found_roles = set(roles.values())
-        classes = [{image.split("/")[0] for image in images} for images in tops.values()]
+        classes = [{unicodedata.normalize("NFC", image.split("/")[0]) for image in images} for images in tops.values()]
         is_split = len(tops) > 1 and found_roles <= _SPLIT_FOLDERS and all(own == classes[0] for own in classes)
         is_known = merge or is_split or (found_roles in ROLE_FOLDERS and len(found_roles) == len(tops))
         is_known &= all("/" in image for images in tops.values() for image in images)
@@ -245,7 +245,8 @@ def _read_classes(file: Path, known: Sequence[str]) -> list[str]:
     written = {unicodedata.normalize("NFC", c): c for c in known}
     listed: list[str] = []
     for number, line in enumerate(read_text(file, remedy=_CORRECT_PATH).split("\n"), start=1):
-        if class_name := unicodedata.normalize("NFC", _COMMENT.sub("", line).strip()):
+        whole = unicodedata.normalize("NFC", line.strip())
+        if class_name := whole if whole in written else _COMMENT.sub("", whole).strip():
             if class_name not in written:
                 raise DataError(
                     f"line {number} of '{file}': unknown class '{class_name}': {closest(class_name, known)}"
@@ -264,6 +265,6 @@ def _in_one_form(names: Iterable[str]) -> list[str]:
 
 def _sorted_classes(class_of: Iterable[str]) -> list[str]:
     classes = set(class_of)
-    if all(c.isascii() and c.isdigit() and len(c) < 19 for c in classes):
+    if all(re.fullmatch("-?[0-9]{1,18}", c) for c in classes):
         return sorted(classes, key=lambda c: (int(c), c))
     return sorted(classes)

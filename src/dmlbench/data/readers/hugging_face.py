@@ -96,7 +96,9 @@ def hugging_face(
     is_merged = len(names) > 1 and not table.layout.endswith("with roles")
     if is_merged:
         logger.warning("data set '%s': the images of %s are merged by class", name, " and ".join(names))
-    return replace(table, layout=f"{' and '.join(names)} of {path}" + ", merged by class" * is_merged)
+    layout = f"{' and '.join(names)} of {path}" + ", merged by class" * is_merged
+    content_of = hashlib.sha256(f"{table.fingerprint} {root.name}".encode())  # sizes of images may stay the same
+    return replace(table, layout=layout, fingerprint=content_of.hexdigest())
 
 
 def _files_of(path: Path) -> dict[Path, str]:
