@@ -261,8 +261,8 @@ def pick_evenly(steps: Sequence[Step], count: int) -> list[Step]:
     ordered = sorted({step.halves: step for step in own_first}.values(), key=lambda step: step.distance)
     if count < 2 or len(ordered) < count:
         raise DataError(
-            f"picks: got {count}, expected 2 or more, and at most the number of different splits, {len(ordered)}. Change "
-            "picks, or per_step, which a data set with few classes needs small."
+            f"picks: got {count}, expected 2 to {len(ordered)}, the number of different splits. Change picks, or lower "
+            "per_step if the data set has few classes."
         )
     distances = np.array([step.distance for step in ordered])
     picked: list[int] = []
