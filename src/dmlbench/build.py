@@ -351,6 +351,8 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
         for side in requires:
             if side not in (*model.provides, "keys"):  # which the training loop makes
                 of = (cfg.pooling or cfg.head)._target_
+                if getattr(model, "stored_pooled", False):
+                    raise ConfigError(f"regularizer '{name}' needs feature maps. Set feature_cache.level=maps.")
                 raise ConfigError(
                     f"regularizer '{name}' needs the pooling's side output '{side}', but {of} provides "
                     f"{', '.join(model.provides) or 'nothing'}. Set pooling=gsp or another pooling that provides it."

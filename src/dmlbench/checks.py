@@ -185,6 +185,11 @@ def _check_head(cfg: DictConfig) -> None:
     if declared(cfg.loss, "compares_levels") and not hasattr(distance, "levels"):
         raise ConfigError(f"loss: got {cfg.loss._target_}, which needs the levels of head=avsl. Choose another loss.")
     spec = component(cfg.evaluation)
+    if is_untrained(cfg) and getattr(distance, "inference", None) == "rectified":
+        raise ConfigError(
+            "head.inference: got rectified with fit=untrained, but AVSL estimates its edges in training. Set "
+            "head.inference=reliable, top or concat."
+        )
     if distance is not None:
         if cfg.regularizer is not None and not getattr(distance, "compares_vectors", False):
             raise ConfigError(

@@ -141,7 +141,9 @@ class Setup:
         model = self.model
         if not isinstance(model, PooledModel) or model.projection.closed_form is None:
             return
-        moments = Moments(model.projection.in_features, int(self.data.class_index.max()) + 1)
+        num_classes = int(self.data.class_index.max()) + 1
+        model.projection.check_closed_form(num_classes)
+        moments = Moments(model.projection.in_features, num_classes)
         model.eval()
         for batch in self.batches(self.data.split.train):
             with autocast(self.device, self.settings.precision):

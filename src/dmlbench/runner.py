@@ -282,7 +282,7 @@ def _run(
         queries, gallery, test = setup.test(data.split.test)
         scores["test"] = test.scores
         warn_at_chance(test, steps=progress.step, random=random)
-        save_test(run_dir, data.table, queries, gallery, test, distance=model.distance)
+        save_test(run_dir, data.table, queries, gallery, test, distance=setup.rerank or model.distance)
         if model.distance.state_dict():
             save_distance(run_dir / store.DISTANCE, model.distance)
     if data.split.val is not None:

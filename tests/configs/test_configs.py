@@ -345,6 +345,7 @@ MISTAKES = [
     ),
     (["evaluation.metrics=[intra_class_distance]", "fit.monitor=intra_class_distance"], "a score with a direction"),
     (["loss=margin", "loss.distance.power=-1"], "loss.distance.power: got -1, expected a positive number"),
+    ([*AVSL, "loss=contrastive", "fit=untrained"], "head.inference: got rectified with fit=untrained"),
     ([*AVSL, "loss=arcface"], "loss: got .*ArcFace, which cannot use the head's distance.*loss=layered"),
     ([*AVSL, "loss=layered", "loss@loss.loss=proxy_anchor"], "loss.loss: got .*ProxyAnchor.*loss@loss.loss=triplet"),
     ([*AVSL, "loss=layered", "+miner@loss.miner=semihard"], "loss.miner: each level.*\\+loss.miner._partial_=true"),

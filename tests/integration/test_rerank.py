@@ -73,6 +73,8 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
         few_shot_of_run(taken, FewShotPlan((2,), 1, EvaluationSpec(metrics=("p_at_1",))))
     with pytest.raises(RunError, match="with its own distance"):
         structure_of_run(taken)
+    with pytest.raises(RunError, match="not as unit vectors"):
+        evaluate_from(arguments("evaluate", f"embeddings={taken}/embeddings.safetensors"))
 
     again = evaluate_from(arguments("evaluate", f"run={taken}"))
     embedded = evaluate_from(arguments("evaluate", f"run={taken}", "from_checkpoint=true", "device=cpu"))
@@ -142,6 +144,7 @@ def test_making_the_distance_changes_no_random_numbers(tmp_path: Path) -> None:
         (("head=avsl", "pooling=none", "backbone=resnet20_levels", "loss=layered"), "got a head with AvslDistance"),
         (("head=concatenated_levels", "backbone=resnet20_levels"), "rerank: got .*ConcatenatedLevels, expected a head"),
         (("pooling=native",), "compares cells of a map, but Native uses no map"),
+        (("pooling=transformer",), "Transformer makes no average of projected pixels"),
         (("pooling=netvlad",), "got embeddings of .* from NetVlad, expected 16"),
         (("evaluation.metrics=[map_at_r,nmi]",), "got nmi, but DimlDistance does not compare unit vectors"),
     ],

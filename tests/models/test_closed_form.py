@@ -77,7 +77,7 @@ def test_the_average_of_projected_pixels_is_the_projected_normalized_average() -
 
 def test_what_cannot_be_fitted_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"head.out_features: got 6 for lda, expected at most 5"):
-        fitted("lda", 6)
+        Projection(10, 6, init="lda").fit(moments())
     with pytest.raises(ConfigError, match=r"head.bias: got false with init=pca"):
         Projection(10, 4, init="pca", bias=False)
     with pytest.raises(ConfigError, match="out_features: got 12 for pca, expected at most 10"):

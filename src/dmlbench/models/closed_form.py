@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmlbench.types import ConfigError, RunError
+from dmlbench.types import RunError
 
 ClosedForm = Literal["pca", "lda", "learned_whitening"]
 
@@ -62,11 +62,6 @@ def closed_form(moments: Moments, form: ClosedForm, out_features: int, shrinkage
     Source: Radenovic et al., Fine-tuning CNN Image Retrieval with No Human Annotation, 2018, section 3.4, after
         Mikolajczyk & Matas, Improving Descriptors for Fast Tree Matching by Optimal Linear Projection, 2007.
     """
-    if form == "lda" and out_features > moments.num_classes - 1:
-        raise ConfigError(
-            f"head.out_features: got {out_features} for lda, expected at most {moments.num_classes - 1}, the number of "
-            "training classes minus one."
-        )
     if form == "pca":
         weight = _first_eigenvectors(moments.total, out_features)
     else:

@@ -184,6 +184,8 @@ class PooledModel(MetricModel):
             raise ConfigError("rerank: got feature_cache.level=pooled, expected maps. Set feature_cache.level=maps.")
         if self.pooling.needs == "native":
             raise ConfigError(f"rerank compares cells of a map, but {pooling} uses no map. {remedy}")
+        if not self.pooling.averages_pixels:
+            raise ConfigError(f"rerank: {pooling} makes no average of projected pixels to compare with cells. {remedy}")
         if self.embedding_size != self.projection.out_features:
             raise ConfigError(
                 f"rerank: got embeddings of {self.embedding_size} dimensions from {pooling}, expected "

@@ -113,13 +113,20 @@ class Projection(Head):
         norms = average.norm(dim=1).clamp_min(1e-12)
         return rows / norms.view(-1, *[1] * (rows.ndim - 1))
 
+    def check_closed_form(self, num_classes: int) -> None:
+        """Raise ConfigError if the closed form has fewer than ``out_features`` dimensions."""
+        most, reason = self.in_features, ""
+        if self.closed_form == "lda" and num_classes - 1 < most:
+            most, reason = num_classes - 1, ", the number of training classes minus one"
+        if self.out_features > most:
+            size, form = self.out_features, self.closed_form
+            raise ConfigError(f"head.out_features: got {size} for {form}, expected at most {most}{reason}.")
+
     @torch.no_grad()
     def fit(self, moments: Moments) -> None:
         """Take weight and bias of the closed form."""
         assert self.closed_form and self.bias is not None
-        if self.out_features > self.in_features:
-            size, form = self.out_features, self.closed_form
-            raise ConfigError(f"head.out_features: got {size} for {form}, expected at most {self.in_features}.")
+        self.check_closed_form(moments.num_classes)
         weight, bias = closed_form(moments, self.closed_form, self.out_features, self.shrinkage)
         self.weight.copy_(weight)
         self.bias.copy_(bias)

@@ -64,6 +64,8 @@ class AttentionPool(WeightedPooling):
     layers); Yu et al., CoCa, 2022, section 3.2 (one attention layer with learned queries as pooling).
     """
 
+    averages_pixels = False
+
     def __init__(self, num_channels: int, *, num_queries: int = 1, num_heads: int = 8, merge: Merge = "mean") -> None:
         super().__init__()
         check_heads(num_channels, num_heads)

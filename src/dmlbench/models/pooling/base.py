@@ -30,10 +30,12 @@ class Pooling(nn.Module):
             are initialized.
         needs: the input that the pooling expects. "map" (the default) is the last feature map of the backbone. "native"
             is a 1 x 1 map: the vector from the backbone's own pretrained pooling, such as the class token.
+        averages_pixels: whether embeddings can be compared with projected pixels, as ``rerank`` does.
     """
 
     provides: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[Literal["map", "native"]] = "map"
+    averages_pixels: ClassVar[bool] = True
 
     def forward(self, x: Tensor, project: Projection) -> Pooled:
         """Pool the feature maps ``x`` [B, C, H, W]. They may have any memory format and floating-point type."""

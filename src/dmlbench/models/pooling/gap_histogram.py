@@ -51,6 +51,6 @@ class GapHistogram(Pooling):
         return uniform_shares(x)
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor:
-        rows = project(x).flatten(2).transpose(1, 2)
+        rows = project_pixels(x, project, self.prototypes.shape[1])
         points = clip_norm(rows) if self.variant == "official" else rows
         return (points @ self.prototypes.T).argmax(dim=2).view(x.shape[0], *x.shape[2:])

@@ -196,7 +196,7 @@ class Gsp(PrototypePooling):
         """The nearest prototype, which takes most of a location's mass."""
         if not self._started:
             return None
-        rows = project(x).flatten(2).transpose(1, 2)
+        rows = project_pixels(x, project, self.prototypes.shape[1])
         return prototype_cost(rows, self.prototypes).argmin(dim=1).view(x.shape[0], *x.shape[2:])
 
 

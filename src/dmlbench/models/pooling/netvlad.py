@@ -67,6 +67,6 @@ class NetVlad(Pooling):
         return uniform_shares(x)
 
     def nearest_prototypes(self, x: Tensor, project: Projection) -> Tensor:
-        rows = project(x).flatten(2).transpose(1, 2)
+        rows = project_pixels(x, project, self.centers.shape[1])
         assignment = F.linear(rows, self.assignment_weight, self.assignment_bias)
         return assignment.argmax(dim=2).view(x.shape[0], *x.shape[2:])

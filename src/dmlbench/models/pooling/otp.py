@@ -84,6 +84,6 @@ class Otp(PrototypePooling):
         """The prototype that takes most of each location's mass."""
         if not self._started:
             return None
-        cost = prototype_cost(project(x).flatten(2).transpose(1, 2), self.prototypes)
+        cost = prototype_cost(project_pixels(x, project, self.prototypes.shape[1]), self.prototypes)
         plan = balanced_plan(cost, smoothing=self.smoothing, iterations=self.iterations)  # [B, m, n]
         return plan.argmax(dim=1).view(x.shape[0], *x.shape[2:])

@@ -25,6 +25,8 @@ class SlicedWasserstein(Pooling):
     reference points (equally spaced in [-1, 1]) start as in its code.
     """
 
+    averages_pixels = False
+
     def __init__(self, embedding_size: int, *, num_references: int = 8, num_slices: int = 16) -> None:
         super().__init__()
         check_positive(num_references=num_references, num_slices=num_slices)

@@ -79,6 +79,8 @@ class Transformer(WeightedPooling):
     TFM-8); Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, equations 1 to 4.
     """
 
+    averages_pixels = False
+
     def __init__(
         self,
         embedding_size: int,
