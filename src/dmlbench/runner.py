@@ -295,7 +295,7 @@ def _run(
         save_plan(run_dir / store.PLAN, plan)
     progress.wall_s += time.monotonic() - started
     kept = (BEST,) if settings.keep in ("best", "both") else ()
-    hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, HISTORY, *kept))
+    hashes = store.hashes_of(run_dir, (store.EMBEDDINGS, store.DISTANCE, store.PER_QUERY, HISTORY, *kept))
     result = _result(experiment, run_dir.parent.name, progress, scores, test, hashes)
     if trained is not None:
         made = store.read_result(trained)

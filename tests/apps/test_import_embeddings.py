@@ -16,6 +16,7 @@ from dmlbench.evaluation import EvaluationSpec, evaluate_arrays
 from dmlbench.evaluation.embeddings.embed import OWN_DISTANCE, read_embeddings, save_embeddings
 from dmlbench.results.aggregate import aggregate_config
 from dmlbench.results.store import find_runs, read_result, runs_by_config
+from dmlbench.runtime import write_json
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, RetrievalSet, RunError
 
 PATTERN = "fold{fold}_rep{repeat}.npz"
@@ -79,6 +80,11 @@ def test_files_of_other_images_labels_or_counts_are_refused(table, taken, tmp_pa
     assert notes == ("the files have no ids: images of one class are assumed to be in the data set's order",)
     run = next(iter(find_runs(tmp_path / "out"))).path
     assert read_result(run)["imported"]["ids"] == "by order"
+    result = read_result(run)
+    write_json(run / "result.json", result | {"imported": result["imported"] | {"ids": "given"}})
+    summary = aggregate_config(find_runs(tmp_path / "out"), EvaluationSpec(), progress=False)
+    assert summary["imported"]["ids"] == "by order"  # of the other runs
+    write_json(run / "result.json", result)
     for changed, message in (
         ({"ids": None, "labels": np.roll(in_order, 1)}, r"label \d+ has 2 classes, expected 1\. Add ids"),
         ({"ids": None, "labels": np.arange(24)}, r"class \d+ has 4 labels, expected 1"),

@@ -62,6 +62,13 @@ def test_differences_are_paired_corrected_and_bootstrapped(configs) -> None:
     assert [one.is_significant for one in found] == [False, True, True]
 
 
+def test_runs_that_not_all_rows_have_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configs = [config(tmp_path, "base", 0.5, 0), config(tmp_path, "more", 0.6, 1, at=[*AT, (0, 3)])]
+    (found,) = differences_of(configs, ["base"], ["map_at_r"])["map_at_r"]["base"]
+    assert found.paired.n_pairs == 12
+    assert "differences leave out fold0_rep3, which not all rows have" in caplog.text
+
+
 def test_conclusions_name_what_is_alike_and_what_is_not_ahead(configs) -> None:
     found = differences_of(configs, ["base", "better"], ["map_at_r"])["map_at_r"]
     assert conclusions(found, "map_at_r") == [

@@ -22,7 +22,13 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from dmlbench.apps.compare_configs import ConfigSummary, build_tables, compare_configs, find_configs
+from dmlbench.apps.compare_configs import (
+    ConfigSummary,
+    _require_readable,
+    build_tables,
+    compare_configs,
+    find_configs,
+)  # fmt: skip
 from dmlbench.apps.import_embeddings import import_config
 from dmlbench.apps.report import numbers, page
 from dmlbench.apps.report.numbers import paper_scores
@@ -561,6 +567,15 @@ def test_a_missing_or_damaged_file_of_a_trained_run_is_said(
     with pytest.raises(RunError, match=r"history.csv: got SHA-256 .* as in result.json"):
         numbers.curves([config])
     (run_dir / "history.csv").write_text(history)
+    scores = (run_dir / "per_query.csv").read_text()
+    lines = scores.splitlines()
+    (run_dir / "per_query.csv").write_text("\n".join(lines[:-1]))
+    with pytest.raises(RunError, match=r"per_query.csv: got SHA-256"):
+        _require_readable([run_dir])
+    (run_dir / "per_query.csv").write_text(f"{lines[0]}\n0,x,{','.join('y' * lines[0].count(','))}")
+    with pytest.raises(RunError, match=r"per_query.csv is damaged"):
+        numbers.classes([config], ["p_at_1"], None, 5)
+    (run_dir / "per_query.csv").write_text(scores)
     for name in names:
         shutil.move(run_dir / name, kept / name)
     try:

@@ -551,6 +551,12 @@ def test_references_are_rows(folder: Path, capsys) -> None:
     path.write_text(path.read_text().replace("[Contrastive]", "[Contrastve]"))
     _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
     assert "references: got Contrastve, expected a row: did you mean 'Contrastive'?" in error
+    path.write_text(path.read_text().replace("[Contrastve]", "[Contrastive]\n  settings: {a: seed=1, b: seed=2}"))
+    _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
+    assert "references: got several settings, expected one. Make rows of them." in error
+    path.write_text(path.read_text().replace("No training:", "no:"))
+    _, error = reproduce(capsys, "tuned", "--dry-run", code=2)
+    assert "reproduce.rows: got the name False, expected text. Write it in quotes." in error
 
 
 def test_only_a_table_with_a_search_is_tuned(folder: Path, capsys) -> None:

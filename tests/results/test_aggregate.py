@@ -29,7 +29,7 @@ from dmlbench.results.store import (
     read_result,
     write_result,
 )
-from dmlbench.runtime import derive_seed, write_json
+from dmlbench.runtime import derive_seed, read_json, write_json
 from dmlbench.types import EmbeddingSet, RunError
 
 
@@ -274,6 +274,15 @@ def test_clusters_of_another_seed_are_computed_again(tmp_path) -> None:
     assert summary["raw"]["fold0_rep0"]["nmi"] == evaluate(stored, None, spec).scores["nmi"] != 0.111
     assert summary["raw"]["fold0_rep0"]["p_at_1"] == 0.5
     assert "concatenated_search" not in summary
+
+
+def test_all_runs_of_a_config_are_clustered_as_the_first(tmp_path) -> None:
+    other = EvaluationSpec(kmeans_init="k-means++", kmeans_restarts=10).kmeans
+    runs = _write_runs(tmp_path, ALL[:2], folds=1, num_repeats=2, kmeans=EvaluationSpec().kmeans,
+                       metrics={"test": {"nmi": 0.111, "p_at_1": 0.5}, "val": {}})  # fmt: skip
+    write_json(runs[1].path / RESULT, read_json(runs[1].path / RESULT) | {"kmeans": other})
+    raw = aggregate_config(runs, EvaluationSpec(metrics=("nmi",)), progress=False)["raw"]
+    assert raw["fold0_rep0"]["nmi"] == 0.111 != raw["fold0_rep1"]["nmi"]
 
 
 def test_a_run_keeps_its_own_kmeans_unless_another_one_is_asked_for(tmp_path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dmlbench.results.caveats import data_notes
+from dmlbench.results.caveats import data_notes, mixed_code
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,10 @@ from dmlbench.results.caveats import data_notes
 def test_notes_of_earlier_versions_are_printed_in_the_words_of_now(former: str, now: str) -> None:
     assert data_notes({"data_notes": ["a subset: 1 of 2 images", former, now]}) == ["a subset: 1 of 2 images", now]
     assert data_notes({}) == []
+
+
+def test_runs_by_different_code_are_named_with_their_number() -> None:
+    assert mixed_code({"0.1": 3}) == mixed_code({}) == []
+    assert mixed_code({"0123456789abcdef+changes": 3, "0.1": 1}) == [
+        "MIXED CODE: 0123456789ab+changes (3 runs), 0.1 (1 run)"
+    ]

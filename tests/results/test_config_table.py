@@ -215,6 +215,18 @@ def test_settings_that_labels_hide_are_named_in_a_note_with_values_in_the_csv() 
     assert settings == [{"fit.max_steps": "300"}, {"fit.max_steps": "100"}, {}]
     labels, settings = config_labels([config("gap", 9), config("gmean", 9, **{"loss.m": 0.2}), config("gmean", 9)])
     assert labels == ["gap", "gmean loss.m=0.2", "gmean loss.m=0.1"]
+    augmented = config("gmean", 9, **{"transform.train.augment._target_": "Jitter", "transform.train.augment.hue": 0.1})
+    plain = config("gap", 9, **{"transform.train.augment": None})
+    node = {"transform.train.augment._target_": "Jitter", "transform.train.augment.hue": "0.1"}
+    assert config_labels([plain, augmented])[1] == [dict.fromkeys(node, "null"), node]
+    without_training = [config(pooling, 0, **{"backbone.file": pooling}) for pooling in ("gap", "gmean")]
+    assert config_labels(without_training)[1] == [{"backbone.file": "gap"}, {"backbone.file": "gmean"}]
+    without_effect = [config(p, 0, **{"transform.train.crop": p, "optim.lr": p}) for p in ("gap", "gmean")]
+    assert config_labels(without_effect)[1] == [{}, {}]
+    one, other = {"kmeans": "faiss, seed 0"}, {"kmeans": "faiss, 5 steps, seed 0"}
+    scores = {"scores": {"separated": {"nmi": {"mean": 0.5, "std": None}}}}
+    clustered = make_table("t", [_summary(0.5, None) | scores | way for way in (one, other)], ["a", "b"], ["nmi"])
+    assert "b: clusters of nmi and ami: k-means of faiss, 5 steps, seed 0" in clustered.to_text()
     assert settings == [{"loss.m": "0.1"}, {"loss.m": "0.2"}, {"loss.m": "0.1"}]
     summary = _summary(0.5, None)
     own = [{"fit.max_steps": "3", "optim.lr": "1"}, {"fit.max_steps": "6", "optim.lr": "2"}, {}]

@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from dmlbench.results.aggregate import (
     missing_runs,
     read_aggregate,
 )
-from dmlbench.results.caveats import IMPORTED, by_fact, by_row, caveats
+from dmlbench.results.caveats import IMPORTED, by_fact, by_row, caveats, mixed_code
 from dmlbench.results.collections import PairedDifference, holm, p_value_text, paired_difference
 from dmlbench.results.config_table import IMPORTED as LABEL_OF_IMPORTED
 from dmlbench.results.config_table import (
@@ -42,13 +44,24 @@ from dmlbench.results.store import RunInfo
 from dmlbench.results.table import Table
 from dmlbench.runtime import shows_progress
 from dmlbench.training.fit import HISTORY
-from dmlbench.types import ConfigError, DmlbenchError, IncompleteConfig, RunError, counted, flatten, is_within, shorten
+from dmlbench.types import (
+    ConfigError,
+    DmlbenchError,
+    IncompleteConfig,
+    RunError,
+    RunInUse,
+    counted,
+    flatten,
+    is_within,
+    shorten,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 Found = tuple[Path, list[RunInfo], dict[str, Any]]
 """A config's folder, its runs and its summary."""
 BY_HAND = "given by hand"
+_PAUSE_S = 0.5
 _SAME = ("dataset_fingerprint", "protocol", "base_seed", "n_query", "n_gallery")
 
 
@@ -125,28 +138,34 @@ def find_configs(
 
 
 def summary_of(path: Path, runs: list[RunInfo], spec: EvaluationSpec, *, allow_partial: bool) -> dict[str, Any]:
-    """The summary of the complete ones of these runs of a config, with the scores of ``spec``."""
-    summary = read_aggregate(path)
+    """The summary of the complete ones of these runs of a config, with the scores of ``spec``.
+
+    Waits while another process summarizes them.
+    """
     done = [(run.fold, run.repeat) for run in runs if run.state == "done"]
-    if summary is not None and is_current(path, summary, done):
-        result = store.read_result(next(run.path for run in runs if run.state == "done"))
-        if has_scores(summary, spec_of_run(spec, result)):
-            return summary
-    return aggregate_config(
-        runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=shows_progress()
-    )
+    waits = False
+    while True:
+        summary = read_aggregate(path)
+        if summary is not None and is_current(path, summary, done):
+            result = store.read_result(next(run.path for run in runs if run.state == "done"))
+            if has_scores(summary, spec_of_run(spec, result)):
+                return summary
+        try:
+            return aggregate_config(
+                runs, spec, distance_of=distance_of_run, allow_partial=allow_partial, progress=shows_progress()
+            )
+        except RunInUse as error:
+            if not waits:
+                log.info("waiting: %s", error)
+            waits = True
+            time.sleep(_PAUSE_S)
 
 
 def _require_readable(run_dirs: Sequence[Path]) -> None:
     """Raise DmlbenchError unless what a report reads of complete runs is sound, and their modules are found."""
     for run_dir in run_dirs:
         read_config(run_dir / store.CONFIG)
-        store.require_own_files(run_dir, store.read_result(run_dir), (HISTORY,))
-        try:
-            if (path := run_dir / store.PER_QUERY).exists():
-                pd.read_csv(path, usecols=["id", "label"], nrows=1)
-        except (OSError, ValueError) as error:
-            raise RunError(f"{path} is damaged ({error}). Remove (`dmlbench clean`) and repeat the run.") from error
+        store.require_own_files(run_dir, store.read_result(run_dir), (HISTORY, store.PER_QUERY))
     store.require_own_files(run_dirs[0], store.read_result(run_dirs[0]))
     distance_of_run(run_dirs[0])
 
@@ -395,8 +414,12 @@ def compare_configs(
                 f"compare: {store.run_name(key)} has different values of {', '.join(differing)} in the two configs, "
                 "expected the same."
             )
+    first_run = runs[0][common[0]]  # all clusters are found as its own
     scores = [
-        {key: _scores(paths[key], results[key], spec) for key in common}
+        {
+            key: _scores(paths[key], results[key], spec_of_run(spec, results[key], clustered_as=first_run))
+            for key in common
+        }
         for paths, results in zip(done, runs, strict=True)
     ]
     metrics = asked_columns(spec)
@@ -409,7 +432,8 @@ def compare_configs(
     at = common[0]
     first, second = [list(dict.fromkeys(note for key in common for note in _caveats(of[key], spec))) for of in runs]
     examples = (done[0][at], done[1][at])
-    return PairedConfigs(configs[0], configs[1], examples, differences, left_out, (first, second))
+    mixed = mixed_code(Counter(store.code_of(of[key]) for of in runs for key in common))
+    return PairedConfigs(configs[0], configs[1], examples, differences, left_out, (first + mixed, second + mixed))
 
 
 def _runs_of_config(output_dir: str, pattern: str, among: str, allow_partial: bool) -> list[RunInfo]:

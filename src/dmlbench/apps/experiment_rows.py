@@ -117,6 +117,12 @@ def reproduce_of(path: Path | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}.") from error
     reproduce: dict[str, Any] = content.get("reproduce") or {}
+    for part in ("rows", "settings", "datasets"):
+        for key in reproduce.get(part) or {}:
+            if not isinstance(key, str):
+                raise ConfigError(f"{path}: reproduce.{part}: got the name {key}, expected text. Write it in quotes.")
+    if reproduce.get("references") and len(reproduce.get("settings") or {}) > 1:
+        raise ConfigError(f"{path}: references: got several settings, expected one. Make rows of them.")
     rows = list(reproduce.get("rows") or {})
     for reference in reproduce.get("references") or ():
         if reference not in rows:

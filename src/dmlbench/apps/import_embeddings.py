@@ -233,7 +233,7 @@ def _write(
             "fold": args.fold, "repeat": args.repeat, "seed": derive_seed(0, args.fold, args.repeat), "base_seed": 0,
             "choices": dict(identity.runtime.choices), "steps": 0, "stop_reason": "imported",
             "monitor": spec.score_names[0], "search": test.search, "metrics": {"test": test.scores},
-            **store.hashes_of(run_dir), "wall_s": 0.0,
+            **store.hashes_of(run_dir, (store.EMBEDDINGS, store.PER_QUERY)), "wall_s": 0.0,
         }  # fmt: skip
         store.write_result(run_dir, result)
     return test.scores

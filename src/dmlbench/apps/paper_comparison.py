@@ -1,7 +1,6 @@
 """Our runs of a table vs. a paper's scores, and what the runs started from."""
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,14 @@ from dmlbench.evaluation.metrics.registry import score_labeled
 from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import NOT_PART_OF_CONFIG_HASH, NOT_PART_OF_RUN_HASH
 from dmlbench.papers import PaperScore
-from dmlbench.results.caveats import by_fact, incomparable
+from dmlbench.results.caveats import by_fact, incomparable, mixed_code
 from dmlbench.results.store import CONFIG, code_of, runs_in
 from dmlbench.results.verdicts import NOT_RUN, Comparison, compare, kind_of
 from dmlbench.runtime import cached_sha256, git_commit, shows_progress
-from dmlbench.types import DmlbenchError, RunInUse, counted
+from dmlbench.types import DmlbenchError, counted
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 0.5
 _MOVES_NOTHING = (
     *(*NOT_PART_OF_CONFIG_HASH, *NOT_PART_OF_RUN_HASH, "hydra"),
     *(f"evaluation.{key}" for key in ("metrics", "recall_at", "back_end", "device", "tile_bytes")),
@@ -114,16 +112,7 @@ def _summary(runs: Sequence[Run], spec: EvaluationSpec) -> Summary:
     unusable = {run.path for run in runs if run.state == "unusable"}
     found = [run for run in runs_in(folder) if run.path not in unusable]
     try:
-        waits = False
-        while True:
-            try:
-                made = summary_of(folder, found, spec, allow_partial=True)
-                break
-            except RunInUse as error:  # another process summarizes the same runs
-                if not waits:
-                    log.info("waiting: %s", error)
-                waits = True
-                time.sleep(_PAUSE_S)
+        made = summary_of(folder, found, spec, allow_partial=True)
     except DmlbenchError as error:
         return Summary(None, str(error))
     hashes = [run.result.get("weights_sha256") for run in done]
@@ -235,10 +224,7 @@ def mixtures(runs: Sequence[Run], *, to_do: bool) -> list[str]:
             data.setdefault(run.config.dataset, Counter())[run.result["dataset_fingerprint"][:12]] += 1
     if to_do and code:
         code[git_commit() or __version__] += 0
-    found = []
-    if len(code) > 1:
-        listed = ", ".join(f"{name[:12]}{'+changes' * ('+' in name)} ({counted(n, 'run')})" for name, n in code.items())
-        found.append(f"MIXED CODE: {listed}")
+    found = mixed_code(code)
     for dataset, prints in data.items():
         if len(prints) > 1:
             listed = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in prints.items())

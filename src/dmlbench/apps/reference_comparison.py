@@ -1,7 +1,8 @@
 """All rows of a table against reference rows: paired differences, p-values after Holm, a bootstrap over classes."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,9 @@ from dmlbench.results.class_bootstrap import class_bootstrap
 from dmlbench.results.collections import PairedDifference, confidence_interval, holm, p_value_text, paired_difference
 from dmlbench.results.store import PER_QUERY, Coordinates, RunInfo
 from dmlbench.results.table import Table
-from dmlbench.types import ConfigError, closest
+from dmlbench.types import ConfigError, closest, shorten
+
+log = logging.getLogger(__name__)
 
 _LEVEL = 0.05
 _MOST_RANKED = 10
@@ -67,6 +70,13 @@ def differences_of(
     if unknown := [label for label in references if label not in by_label]:
         nearest = closest(unknown[0], list(by_label))
         raise ConfigError(f"reproduce.references: got '{unknown[0]}', expected a row: {nearest}")
+    every = [{run.path.name for run in _summarized(config)} for config in configs]
+    if left_out := sorted(set.union(*every) - (shared := set.intersection(*every))):
+        log.warning("differences leave out %s, which not all rows have", shorten(left_out))
+        configs = [
+            replace(config, runs=tuple(run for run in config.runs if run.path.name in shared)) for config in configs
+        ]
+        by_label = {config.label: config for config in configs}
     scores, labels = _query_scores(configs, metrics)
     found: dict[str, Differences] = {}
     for metric in metrics:

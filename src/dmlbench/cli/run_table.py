@@ -143,7 +143,7 @@ def _print_table(
     labels = {config.sha256: table.labels.get(config.overrides, "") for config in plan.configs}
     grouped = paper_comparison.configs_of_grid(summaries, labels)
     for (dataset, protocol), one in build_tables(grouped, spec).items():
-        noted = replace(one, notes=(*one.notes, *notes, *reasons))
+        noted = replace(one, notes=tuple(dict.fromkeys((*one.notes, *notes, *reasons))))
         noted.publish(base if len(grouped) == 1 else base.with_name(f"{base.name}-{dataset}-{protocol}"))
     if references := table.reproduce.get("references"):
         _print_references(asked_columns(spec), grouped, references, base)
@@ -156,10 +156,14 @@ def _print_references(
     """Print and write the differences of complete rows from complete reference rows in the scores ``asked`` for."""
     from dmlbench.apps import reference_comparison as compared
 
-    complete = {dataset: compared.complete_rows(configs) for (dataset, _), configs in grouped.items()}
+    protocols = len({protocol for _, protocol in grouped})
+    complete = {
+        f"{dataset}-{protocol}" if protocols > 1 else dataset: compared.complete_rows(configs)
+        for (dataset, protocol), configs in grouped.items()
+    }
     whole = {
         dataset: configs for dataset, configs in complete.items()
-        if len(configs) > 2 and set(references) <= {config.label for config in configs}
+        if set(references) < {config.label for config in configs}
     }  # fmt: skip
     for dataset in complete.keys() - whole.keys():
         print(f"{title_of(dataset)}: differences need all runs of {', '.join(references)}, and of one more row")

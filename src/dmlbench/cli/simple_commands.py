@@ -221,8 +221,9 @@ def table(args: Any) -> None:
         if args.name and len(tables) > 1:
             name = f"{args.name}-{dataset}-{protocol}"
         one.publish(folder / name)
-    atomic_write(folder / "runs.csv", runs_frame(grouped).to_csv(index=False).encode())
-    print(f"written: {folder / 'runs.csv'}, a row per run")
+    of_runs = folder / (f"{args.name}-runs.csv" if args.name else "runs.csv")
+    atomic_write(of_runs, runs_frame(grouped).to_csv(index=False).encode())
+    print(f"written: {of_runs}, a row per run")
 
 
 def report(args: Any) -> None:

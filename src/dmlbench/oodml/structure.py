@@ -24,7 +24,7 @@ from dmlbench.components import component
 from dmlbench.evaluation.metrics.clustering import class_distances
 from dmlbench.evaluation.metrics.registry import score_named
 from dmlbench.oodml.split_runs import SplitRun, grouped_runs, notes_of, write_notes
-from dmlbench.results.rules import scores_of_run
+from dmlbench.results.rules import scores_of_run, spec_of_run
 from dmlbench.results.store import kept_of, read_result, require_own_files
 from dmlbench.results.table import markdown_lines
 from dmlbench.runtime import atomic_write, write_json
@@ -110,7 +110,8 @@ def correlate(args: Any) -> Iterator[str]:
         for run in tqdm(runs, desc="structure", disable=None, unit="run"):
             # first: it raises for runs whose embeddings are not compared as unit vectors
             measures = structure_of_run(run.path, device=args.device, num_workers=args.num_workers)
-            known = scores_of_run(run.path, run.result, spec, distance_of=lambda run_dir: None)
+            of_run = spec_of_run(spec, run.result)
+            known = scores_of_run(run.path, run.result, of_run, distance_of=lambda run_dir: None)
             values.append({**measures, **{name: known[name] for name in spec.score_names}})
         frame = frame_of_runs(runs, values)
         points = points_of(frame, spec.score_names)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _KEYS = {
     *("choices", "dataset_fingerprint", "missing", "n_collections", "n_gallery", "n_query", "n_runs"),
     *("n_runs_not_started", "n_skipped_queries", "raw", "runs_sha256", "scored_on", "scores", "search", "val_is_test"),
 }
-_IF_ANY = ("n_query_published", "imported", "rerank", "training", "weights_sha256")
+_IF_ANY = ("n_query_published", "rerank", "training", "weights_sha256")
 """Facts of a config's first run that other runs share and that some results lack."""
 
 
@@ -126,11 +127,13 @@ def aggregate_config(
         "n_runs_not_started": sum(is_late(result) for result in results.values()),
         "runs_sha256": source,
         "kmeans": spec.kmeans,
+        "code": Counter(store.code_of(result) for result in results.values()),
         **({"facts": facts} if any(facts.values()) else {}),
         **({"data_notes": notes} if notes else {}),
         **({"degenerate": degenerate} if degenerate else {}),
         **({"deviations": deviations} if deviations else {}),
         **{key: first[key] for key in _IF_ANY if key in first},
+        **({"imported": told} if (told := _told(results)) else {}),
         "validation": {name: sum(scores[name] for scores in validated) / len(validated) for name in of_all},
         **summarized,
         "steps": [result["steps"] for result in results.values()],
@@ -155,6 +158,13 @@ def failed_runs(runs: Sequence[RunInfo]) -> str:
     """The failed runs of a config, as the end of a message."""
     names = [run.path.name for run in runs if run.state == "failed"]
     return f"; failed: {shorten(names, most=MOST_RUNS)} (reasons: `dmlbench status`)" if names else ""
+
+
+def _told(results: Mapping[Coordinates, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the user told of imported runs; their ids are "by order" if those of any run are."""
+    told = [result["imported"] for result in results.values() if "imported" in result]
+    by_order = [own for own in told if own["ids"] == "by order"]
+    return dict((by_order or told or [{}])[0])
 
 
 def _degenerate(results: Mapping[Coordinates, Mapping[str, Any]]) -> list[str]:
@@ -227,6 +237,7 @@ def _require_same(config_dir: Path, results: Mapping[Coordinates, Mapping[str, A
     for key, remedy in (
         ("dataset_fingerprint", "The data set changed between the runs. Remove the older ones and run them again."),
         ("base_seed", "Use one base_seed for all runs of a config."),
+        ("weights_sha256", "The pretrained weights changed. Remove the older runs and run them again."),
         ("n_query", "The test set changed between the runs. Remove the older ones and run them again."),
         ("search", "Evaluate all of them with the same shortlist."),
         ("n_gallery", "The test set changed between the runs. Remove the older ones and run them again."),
@@ -234,7 +245,9 @@ def _require_same(config_dir: Path, results: Mapping[Coordinates, Mapping[str, A
         of_folds = key in ("n_query", "n_gallery") and not one_test_set
         values: dict[int | None, dict[Any, str]] = {}
         for coordinates, result in results.items():
-            values.setdefault(coordinates[0] if of_folds else None, {}).setdefault(result[key], run_name(coordinates))
+            if key in result:
+                of = values.setdefault(coordinates[0] if of_folds else None, {})
+                of.setdefault(result[key], run_name(coordinates))
         for found in values.values():
             if len(found) > 1:
                 listing = ", ".join(f"{value} in {run}" for value, run in found.items())

@@ -1,6 +1,7 @@
 """Caveats of scores (partial, approximate, not the published data), which every table of them prints."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,13 +75,20 @@ def incomparable(scored: Mapping[str, Any]) -> list[str]:
 
 
 def caveats_of_rows(summaries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """``caveats`` of the rows of a table, and their data set's fingerprint if it differs between rows."""
+    """``caveats`` of the rows of a table, their data set's fingerprint if it differs between rows, and mixed code."""
     data = [str(summary["dataset_fingerprint"])[:12] for summary in summaries]
     differ = len(set(data)) > 1
+    mixed = mixed_code(sum((Counter(summary.get("code")) for summary in summaries), Counter()))
     return [
-        caveats(summary) + [f"OTHER DATA than other rows: fingerprint {digest}"] * differ
+        caveats(summary) + [f"OTHER DATA than other rows: fingerprint {digest}"] * differ + mixed
         for summary, digest in zip(summaries, data, strict=True)
     ]
+
+
+def mixed_code(code: Mapping[str, int]) -> list[str]:
+    """A note on runs by different code; none if there is one commit or version. ``code``: number of runs of each."""
+    listed = ", ".join(f"{name[:12]}{'+changes' * ('+' in name)} ({counted(n, 'run')})" for name, n in code.items())
+    return [f"MIXED CODE: {listed}"] if len(code) > 1 else []
 
 
 def queries(scored: Mapping[str, Any]) -> str:

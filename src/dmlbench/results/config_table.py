@@ -1,5 +1,6 @@
 """Table of aggregated configs, and the labels of its rows."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ IMPORTED = "imported"
 """The only choice of an imported config: its label."""
 _OF_TRAINING = ("loss", "miner", "optim", "schedule", "regularizer")
 """Groups that change nothing without training."""
+_WITHOUT_EFFECT = (*(f"{group}." for group in (*_OF_TRAINING, "sampler", "fit")), "transform.train.")
+"""Beginnings of keys that change nothing without training."""
 _MOST_KEYS = 4
 """Differing settings of a group that a note lists."""
 _OF_DATA = ("num_classes", "num_channels", "map_size", "embedding_size", "feature_size")
@@ -70,7 +73,10 @@ def make_table(
         for row, value in zip(rows, values, strict=True):
             row.append(value)
     caveats = caveats_of_rows(summaries)
-    facts_of_rows = [_facts(summary, own) for summary, own in zip(summaries, caveats, strict=True)]
+    has_clusters = any(score.metric.reads == "clusters" for _, score in scores)
+    facts_of_rows = [
+        _facts(summary, own, has_clusters=has_clusters) for summary, own in zip(summaries, caveats, strict=True)
+    ]
     deviations = [summary.get("deviations", ()) for summary in summaries]
     differing = [f"{text} (values: column settings of the CSV)" for text in differing_settings(settings)]
     notes = by_row(facts_of_rows, labels) + by_fact(deviations, labels) + differing
@@ -214,8 +220,8 @@ def _fact(summary: Mapping[str, Any], name: str) -> str | None:
     return ", ".join(texts) or None
 
 
-def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
-    """Number of runs, spread, caveats and search of a row."""
+def _facts(summary: Mapping[str, Any], caveats: Sequence[str], *, has_clusters: bool) -> list[str]:
+    """Number of runs, spread, caveats, search and, for scores of clusters, k-means of a row."""
     facts = []
     runs = f"{summary['n_runs']} run{'s' * (summary['n_runs'] > 1)}"
     if summary["missing"]:
@@ -223,8 +229,8 @@ def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
         runs = f"{PARTIAL}{summary['n_runs']} of {summary['n_runs_expected']} runs, without {missing}"
     if summary["n_collections"]:
         count = summary["n_collections"]
-        spread = f"mean ± population std over {count} collections" if count > 1 else "one collection, hence no std"
-        facts.append(f"{runs}; {spread} of fold models")
+        spread = f"mean ± population std over {count} collections of fold models"
+        facts.append(f"{runs}; {spread if count > 1 else 'one collection, hence no std'}")
     else:
         spread = f"; mean ± population std over {summary.get('spread', 'repeats')}"
         has_std = any(one["std"] is not None for scores in summary["scores"].values() for one in scores.values())
@@ -239,6 +245,8 @@ def _facts(summary: Mapping[str, Any], caveats: Sequence[str]) -> list[str]:
         if "concatenated_search" in summary:
             how += f" (concatenated: {summary['concatenated_search']})"
         facts.append(f"{how}, {searched}" + (f", {skipped} without a positive left out" if skipped else ""))
+        if has_clusters and "kmeans" in summary:
+            facts.append(f"clusters of nmi and ami: k-means of {summary['kmeans']}")
     return facts
 
 
@@ -303,17 +311,26 @@ def config_labels(
 def _unsaid(
     settings: Sequence[Mapping[str, Any]], labels: Sequence[str], groups: Sequence[str], is_untrained: Sequence[bool]
 ) -> list[dict[str, str]]:
-    """Settings in which trained configs differ and that no label says, by config; without those of ``groups``."""
+    """Settings in which configs differ and that no label says, by config; without those of ``groups``.
+
+    Configs without training are asked only for what changes them.
+    """
     found: list[dict[str, str]] = [{} for _ in settings]
-    trained = [i for i, no in enumerate(is_untrained) if not no]
-    for key in sorted({key for i in trained for key in settings[i]}):
-        holding = [i for i in trained if key in settings[i]]
-        hidden = any(settings[i].get(key) is not None and f" {key}=" not in labels[i] for i in trained)
+    for key in sorted({key for config in settings for key in config}):
+        idle = key.startswith(_WITHOUT_EFFECT)  # without training
+        holding = [i for i, no in enumerate(is_untrained) if not (no and idle) and _holds(settings[i], key)]
+        hidden = any(settings[i].get(key) is not None and f" {key}=" not in labels[i] for i in holding)
         said = key in _OF_RERANK or key.partition(".")[0] in (*groups, IMPORTED)
-        if hidden and not said and len({_text(settings[i][key]) for i in holding}) > 1:
+        if hidden and not said and len({_text(settings[i].get(key)) for i in holding}) > 1:
             for i in holding:
-                found[i][key] = _text(settings[i][key])
+                found[i][key] = _text(settings[i].get(key))
     return found
+
+
+def _holds(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a flattened config has a key, or null in place of a node with it; labels tell of a missing rerank."""
+    parents = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
+    return key in config or any(parent in config for parent in parents if parent != "rerank")
 
 
 def _without_training(

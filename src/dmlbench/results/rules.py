@@ -47,15 +47,20 @@ _SCHEMA = 1
 log = logging.getLogger(__name__)
 
 
-def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSpec:
+def spec_of_run(
+    spec: EvaluationSpec, result: Mapping[str, Any], *, clustered_as: Mapping[str, Any] | None = None
+) -> EvaluationSpec:
     """``spec`` with the run's own shortlist where it names none, and its own k-means where it has the defaults.
+
+    With ``clustered_as``, the result of another run, k-means is that run's.
 
     A run whose k-means differs from the defaults in library and seed alone gets the defaults: its clusters are computed
     again, so that all rows of a table have those of one library and seed.
     """
     shortlist = shortlist_of(result["search"]) if spec.shortlist is None else spec.shortlist
     usual = KmeansSettings()
-    own = kmeans_of(result["kmeans"]) if result.get("kmeans") else usual
+    kmeans = (clustered_as or result).get("kmeans")
+    own = kmeans_of(kmeans) if kmeans else usual
     if spec.kmeans_settings != usual or dataclasses.replace(own, library=usual.library, seed=usual.seed) == usual:
         return spec.replaced(shortlist=shortlist)
     return spec.replaced(
@@ -66,7 +71,7 @@ def spec_of_run(spec: EvaluationSpec, result: Mapping[str, Any]) -> EvaluationSp
 def scores_of_run(
     run_dir: Path, result: Mapping[str, Any], spec: EvaluationSpec, *, distance_of: DistanceOf, progress: bool = False
 ) -> dict[str, float]:
-    """The requested test scores, and those of the result by the same search and k-means.
+    """The requested test scores, and those of the result by the same search and k-means (see ``spec_of_run``).
 
     Scores that neither the result nor an earlier call has are computed from the embeddings and kept.
 
@@ -74,7 +79,6 @@ def scores_of_run(
         RunError: a score is missing, and the run was never tested or its embeddings are gone.
         ConfigError: a metric that the run's distance does not allow.
     """
-    spec = spec_of_run(spec, result)
     ways = {result["search"], result.get("kmeans"), ""}
     tested = result["metrics"].get("test") or {}
     known = {name: value for name, value in tested.items() if _way(score_named(name), spec) in ways}

@@ -261,9 +261,9 @@ def _by_class(config: ConfigSummary) -> pd.DataFrame:
     for path in filter(Path.exists, (run / PER_QUERY for run in config.complete)):
         try:
             grouped = pd.read_csv(path).drop(columns="id").groupby("label")
-        except (OSError, ValueError, KeyError) as error:
+            found.append(grouped.mean().assign(queries=grouped.size()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged ({error}). Remove (`dmlbench clean`) and repeat the run.") from error
-        found.append(grouped.mean().assign(queries=grouped.size()))
     return pd.concat(found).groupby("label").mean() if found else pd.DataFrame(index=pd.Index([], name="label"))
 
 
