@@ -226,8 +226,8 @@ def _distance_of_file(args: Any, stored: StoredEmbeddings) -> BaseDistance | Non
         if own := stored.metadata.get(OWN_DISTANCE):
             raise RunError(
                 f"{args.embeddings}: {stored.metadata.get('model', 'the model')} compares its embeddings by {own}, not "
-                "as unit vectors. To evaluate a run, set run=<run directory> instead of embeddings; to evaluate other "
-                "files, set model=<run directory or exported folder>."
+                "as unit vectors. Set model=<run directory or exported folder> to that model, or to evaluate a run, "
+                "set run=<run directory> instead of embeddings."
             )
         return None
     model = load(args.model, device="cpu", modules=args.modules)
