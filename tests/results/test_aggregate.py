@@ -65,7 +65,7 @@ def test_twelve_runs_give_81_collections_with_the_closed_form(tmp_path) -> None:
     assert summary["scores"]["concatenated"]["map_at_r"]["mean"] > separated["mean"]
     config_dir = runs[0].path.parent
     assert len((config_dir / COLLECTIONS).read_text().splitlines()) == 82
-    assert is_current(config_dir, summary)
+    assert is_current(config_dir, summary, ALL)
     assert read_aggregate(config_dir) == summary
 
 
@@ -138,7 +138,7 @@ def test_summary_is_made_again_when_a_run_is_added(tmp_path) -> None:
     _write_runs(tmp_path, ALL[:-1])
     first = aggregate_config(find_runs(tmp_path), allow_partial=True, progress=False)
     _write_runs(tmp_path, ALL[-1:])
-    assert not is_current(find_runs(tmp_path)[0].path.parent, first)
+    assert not is_current(find_runs(tmp_path)[0].path.parent, first, ALL)
     second = aggregate_config(find_runs(tmp_path), progress=False)
     assert (first["n_collections"], second["n_collections"]) == (54, 81)
 

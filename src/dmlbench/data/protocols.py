@@ -60,8 +60,7 @@ class Protocol:
         """Settings in which the earlier run, which saves the plan, differs from this protocol.
 
         For example, stage 2 of ``two_stage`` follows the plan of stage 1, so ``planned_by`` is ``{"stage": 1}``. The
-        value
-        is None if the protocol follows no plan.
+        value is None if the protocol follows no plan.
         """
         return None
 

@@ -221,10 +221,8 @@ def read_aggregate(config_dir: Path) -> dict[str, Any] | None:
     return summary
 
 
-def is_current(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates] | None = None) -> bool:
-    """Whether a summary was made from exactly the present results of these runs, or of all in the config's folder."""
-    if coordinates is None:
-        coordinates = [(run.fold, run.repeat) for run in store.runs_in(config_dir) if (run.path / RESULT).exists()]
+def is_current(config_dir: Path, summary: Mapping[str, Any], coordinates: Iterable[Coordinates]) -> bool:
+    """Whether a summary was made from exactly the present results of these runs."""
     paths = [config_dir / run_name(key) for key in sorted(coordinates)]
     return all((path / RESULT).is_file() for path in paths) and summary["runs_sha256"] == _results_sha256(paths)
 
