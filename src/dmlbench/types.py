@@ -257,7 +257,9 @@ def check_file_name(name: object, key: str = "name") -> None:
 def escape_latex(text: str) -> str:
     """A text as LaTeX prints it."""
     marks: dict[str, str | int | None] = {mark: "\\" + mark for mark in "_%&#${}"}
-    return text.translate(str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--", **marks}))
+    words = {"\\": "backslash", "^": "asciicircum", "~": "asciitilde", "<": "less", ">": "greater"}
+    marks |= {mark: rf"\text{word}{{}}" for mark, word in words.items()}
+    return text.translate(str.maketrans({"±": r"$\pm$", "–": "--", **marks}))
 
 
 def num_launched() -> int:

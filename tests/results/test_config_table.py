@@ -10,7 +10,7 @@ import pytest
 from dmlbench.results.config_table import config_labels, differing_settings, gains_over_frozen, make_table
 from dmlbench.results.shared_settings import shared_settings
 from dmlbench.results.table import summarize_tables
-from dmlbench.types import DataError
+from dmlbench.types import DataError, escape_latex
 
 
 def _summary(mean: float, std: float | None, **changes: object) -> dict[str, object]:
@@ -146,6 +146,10 @@ def test_a_latex_caption_leaves_out_no_caution() -> None:
         r"APPROXIMATE SEARCH: shortlist@100 ranks a shortlist of each query.}"
     )
     assert r"\caption{glyphs under mlrc, percent.}" in _table(_summary(0.5, None)).to_latex()
+
+
+def test_text_in_latex_is_printed_as_it_is() -> None:
+    assert escape_latex("ä_ö^2 ~5 % <b>") == r"ä\_ö\textasciicircum{}2 \textasciitilde{}5 \% \textless{}b\textgreater{}"
 
 
 def test_labels_name_only_what_differs() -> None:

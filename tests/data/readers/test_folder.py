@@ -51,6 +51,10 @@ def test_folders_by_role_set_the_roles(tmp_path: Path, paths: list[str]) -> None
     [
         (["train/a/1.png", "train/b/1.png"], "got images in train of '.*', expected class folders, or train and test"),
         (["train/a/1.png", "test/b/1.png", "val/c/1.png"], "got images in test, train, val of"),
+        (
+            ["train/a/1.png", "train/b/1.png", "val/a/2.png"],
+            r"train, val of '.*' \(not all of these have b\)",
+        ),
         (["train/1.png", "test/1.png"], "with class folders inside"),
         (["1.png"], "got images in no folder"),
         (["train/a/1.png", "test/b/1.png", "unlabeled/1.png"], "got images in test, train, unlabeled of"),
@@ -195,7 +199,7 @@ def test_a_list_of_classes_at_fault_is_refused(
 def test_integer_labels_are_sorted_as_integers_and_roles_default_to_halves(tmp_path: Path) -> None:
     write_images(tmp_path, ["1.png", "2.png", "3.png", "4.png"])
     file = tmp_path / "elsewhere.csv"
-    file.write_text("\ufefflabel,path\n10,1.png\n-9,2.png\n100,3.png\n11,4.png\n", encoding="utf-8")
+    file.write_text("\ufeff\nlabel,path\n10,1.png\n-9,2.png\n100,3.png\n11,4.png\n", encoding="utf-8")
     table = folder(tmp_path, csv=file)
     assert table.class_names == ("-9", "10", "11", "100")
     assert table.labels.tolist() == [1, 0, 3, 2]

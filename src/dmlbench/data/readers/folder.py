@@ -141,10 +141,12 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
         logger.warning("data set '%s': files without an image's suffix are ignored: %s", name, counts)
     roles = {top: top.casefold() for top in tops if top.casefold() in PART_FOLDERS}
     has_parts = len(roles) == len(tops)
-    is_split = False
-    if has_parts:
+    is_split, differing = False, ""
+    if has_parts and tops:
         found_roles = set(roles.values())
         classes = [{unicodedata.normalize("NFC", image.split("/")[0]) for image in images} for images in tops.values()]
+        if in_some := sorted(set.union(*classes) - set.intersection(*classes)):
+            differing = f" (not all of these have {shorten(in_some)})"
         is_split = len(tops) > 1 and found_roles <= _SPLIT_FOLDERS and all(own == classes[0] for own in classes)
         is_known = merge or is_split or (found_roles in ROLE_FOLDERS and len(found_roles) == len(tops))
         is_known &= all("/" in image for images in tops.values() for image in images)
@@ -152,8 +154,8 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
         is_known = len(tops) > 1 and not any("/" in image for top in roles for image in tops[top])
     if not is_known or not tops:
         raise DataError(
-            f"data set '{name}': got images in {shorten(sorted(tops)) or 'no folder'} of '{root}', expected class "
-            "folders, or train and test, or train, query and gallery, with class folders inside. Point "
+            f"data set '{name}': got images in {shorten(sorted(tops)) or 'no folder'} of '{root}'{differing}, expected "
+            "class folders, or train and test, or train, query and gallery, with class folders inside. Point "
             "dataset.table.root at the folder that holds these, set dataset.table.train_classes or test_classes, or "
             "list the images in dataset.table.csv."
         )
@@ -176,7 +178,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
 
 def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
     text = read_text(file, remedy=_CORRECT_PATH)
-    separator = max(_SEPARATORS, key=text.split("\n", 1)[0].count)
+    separator = max(_SEPARATORS, key=text.lstrip().split("\n", 1)[0].count)
     lines = csv_module.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True, strict=True)
 
     def error(found: str, expected: str) -> DataError:
@@ -184,7 +186,7 @@ def _read_csv(file: Path) -> tuple[pd.DataFrame, str]:
 
     rows: list[list[str]] = []
     try:
-        header = [column.strip() for column in next(lines, [])]
+        header = [column.strip() for column in next(filter(any, lines), [])]
         others = [column for column in header if column not in _COLUMNS]
         misspelt = [column for column in others if get_close_matches(column.lower(), _COLUMNS, cutoff=0.8)]
         if misspelt or not set(header) >= _NEEDED or len(set(header)) < len(header):
