@@ -145,7 +145,7 @@ def _read_tree(root: Path, name: str, *, merge: bool) -> tuple[pd.DataFrame, str
     if has_parts and tops:
         found_roles = set(roles.values())
         classes = [{unicodedata.normalize("NFC", image.split("/")[0]) for image in images} for images in tops.values()]
-        if in_some := sorted(set.union(*classes) - set.intersection(*classes)):
+        if in_some := sorted(classes[0].union(*classes) - classes[0].intersection(*classes)):
             differing = f" (not all of these have {shorten(in_some)})"
         is_split = len(tops) > 1 and found_roles <= _SPLIT_FOLDERS and all(own == classes[0] for own in classes)
         is_known = merge or is_split or (found_roles in ROLE_FOLDERS and len(found_roles) == len(tops))
