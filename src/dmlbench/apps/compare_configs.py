@@ -54,7 +54,7 @@ from dmlbench.types import (
     flatten,
     is_within,
     shorten,
-)  # fmt: skip
+)
 
 log = logging.getLogger(__name__)
 

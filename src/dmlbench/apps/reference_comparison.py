@@ -66,17 +66,16 @@ def differences_of(
     Args:
         references: labels of some of the configs.
     """
-    by_label = {config.label: config for config in configs}
-    if unknown := [label for label in references if label not in by_label]:
-        nearest = closest(unknown[0], list(by_label))
-        raise ConfigError(f"reproduce.references: got '{unknown[0]}', expected a row: {nearest}")
     every = [{run.path.name for run in _summarized(config)} for config in configs]
     if left_out := sorted(set.union(*every) - (shared := set.intersection(*every))):
         log.warning("differences leave out %s, which not all rows have", shorten(left_out))
         configs = [
             replace(config, runs=tuple(run for run in config.runs if run.path.name in shared)) for config in configs
         ]
-        by_label = {config.label: config for config in configs}
+    by_label = {config.label: config for config in configs}
+    if unknown := [label for label in references if label not in by_label]:
+        nearest = closest(unknown[0], list(by_label))
+        raise ConfigError(f"reproduce.references: got '{unknown[0]}', expected a row: {nearest}")
     scores, labels = _query_scores(configs, metrics)
     found: dict[str, Differences] = {}
     for metric in metrics:
