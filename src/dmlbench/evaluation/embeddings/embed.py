@@ -249,10 +249,9 @@ def _read_arrays(path: str | Path) -> dict[str, Array]:
             ) from error
         raise RunError(f"{path} is truncated or damaged: {reason_of(error)}") from error
     if isinstance(loaded, dict):
-        for name in {*ROWS, *LABELS, *IDS} & set(loaded):
-            if not isinstance(loaded[name], torch.Tensor):
-                kind = type(loaded[name]).__name__
-                raise RunError(f"{path}: '{name}' is of type {kind}, expected a tensor. Convert it.")
+        for name, value in loaded.items():
+            if name in (*ROWS, *LABELS, *IDS) and not isinstance(value, torch.Tensor):
+                raise RunError(f"{path}: '{name}' is of type {type(value).__name__}, expected a tensor. Convert it.")
         return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
     if not isinstance(loaded, np.ndarray | torch.Tensor):
         raise RunError(f"{path}: got {type(loaded).__name__}, expected a tensor or a dictionary of tensors.")
