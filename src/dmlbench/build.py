@@ -388,7 +388,12 @@ def build_regularizers(cfg: DictConfig) -> tuple[dict[str, Any], Any]:
 
 
 def _objective_of_size(cfg: DictConfig, size: int) -> Objective:
-    """The loss, without a memory or mixtures, and the miner, for embeddings of a size."""
+    """The loss, without a memory or mixtures, and the miner, for embeddings of a size, compared as unit vectors."""
+    if (distance := build_distance(cfg)) is not None:
+        raise ConfigError(
+            f"regularizer: S2SD compares embeddings as unit vectors, but got a head with {type(distance).__name__}. "
+            "Set head=linear, or leave s2sd out."
+        )
     sized = copy.deepcopy(cfg)
     OmegaConf.update(sized, "runtime.embedding_size", size)
     return Objective(plain_loss(component(sized.loss)), component(sized.miner))

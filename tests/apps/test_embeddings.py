@@ -44,6 +44,7 @@ def test_scores_counts_and_settings_are_printed_and_written(tmp_path: Path, caps
     assert "DEGENERATE EMBEDDINGS: 1 of 20 queries are zero vectors, similar to nothing" in out
     assert "recall at 90 looks at the whole gallery of 20" in out
     hardest = np.argsort(expected.per_query["map"], kind="stable")[0]
+    assert "queries with the lowest map, the distance to their nearest images, and these" in out
     assert f"  id {hardest} of class {labels[hardest]}  <- " in out
 
 

@@ -14,6 +14,7 @@ from dmlbench.apps.compare_configs import build_tables, find_configs
 from dmlbench.apps.embeddings import evaluate_from
 from dmlbench.apps.loading import distance_of_run
 from dmlbench.checks import check
+from dmlbench.cli import simple_commands
 from dmlbench.config import compose
 from dmlbench.evaluation.embeddings.embed import load_embeddings
 from dmlbench.evaluation.spec import EvaluationSpec
@@ -41,7 +42,7 @@ def config(folder: Path, *overrides: str) -> DictConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["gap", "gsp_small"])
 def test_a_test_is_ranked_again_and_nothing_else_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pooling: str
 ) -> None:
     asked = (f"pooling={pooling}", "rerank=diml", "rerank.num_neighbors=20")
     by_itself = run_module.run(config(tmp_path / "one", *asked))
@@ -85,6 +86,8 @@ def test_a_test_is_ranked_again_and_nothing_else_differs(
         assert found.evaluation.scores == results[taken]["metrics"]["test"]
         assert any(note.startswith("RE-RANKED: DIML, 4 x 4, first 20") for note in found.notes())
     assert of_plain.stored == results[plain]["metrics"]["test"]
+    simple_commands.evaluate(arguments("evaluate", f"run={taken}", "hardest=1"))
+    assert "the similarity to their nearest images" in capsys.readouterr().out
 
 
 @pytest.mark.slow

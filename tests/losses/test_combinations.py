@@ -16,7 +16,7 @@ from dmlbench.losses.metrix import Metrix
 from dmlbench.losses.xbm import CrossBatchMemory
 from dmlbench.training.fit import HISTORY, fit
 from dmlbench.training.log import read_history
-from dmlbench.types import Batch
+from dmlbench.types import Batch, ConfigError
 
 # Losses of vectors; those of AVSL's levels have tests of their own.
 LOSSES = sorted(path.stem for path in (config_folder() / "loss").glob("*.yaml") if "layered" not in path.stem)
@@ -93,6 +93,12 @@ def test_regularizer_of_features_trains_over_both_poolings(data: Data, tmp_path:
     for key, parameter in objective.regularizers[name].named_parameters():
         start = fresh.regularizers[name].get_parameter(key)
         assert not torch.equal(parameter, start), key
+
+
+def test_s2sd_refuses_a_head_whose_embeddings_have_their_own_distance(data: Data) -> None:
+    cfg = compose_small(data, "head=hyperbolic", "pooling=gap", "regularizer=s2sd")
+    with pytest.raises(ConfigError, match=r"S2SD compares .* but got a head with PoincareDistance"):
+        build.build_objective(cfg, build.build_model(cfg))
 
 
 DIVA = ("head=unit_parts", "loss=diva", "regularizer=diva", "regularizer.decorrelation.weight=5",

@@ -103,7 +103,8 @@ def _print_hardest(args: Any, result: "Evaluated") -> None:
     def name(item: int, label: int) -> str:
         return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
 
-    print(f"\nqueries with the lowest {args.hardest_by}, and their nearest images")
+    measure = "similarity" if getattr(result.distance, "is_inverted", False) else "distance"
+    print(f"\nqueries with the lowest {args.hardest_by}, the {measure} to their nearest images, and these")
     hardest = hardest_queries(
         result.queries, result.gallery, result.evaluation, count=args.hardest, metric=args.hardest_by,
         tile_bytes=result.spec.tile_bytes, distance=result.distance,

@@ -65,6 +65,17 @@ def test_an_unreadable_image_is_named(tmp_path: Path, content: bytes | str | Non
         read_image(file)
 
 
+@pytest.mark.parametrize(("size", "refused"), [((1, 100), False), ((1, 101), True), ((303, 3), True)])
+def test_too_thin_images_are_refused(tmp_path: Path, size: tuple[int, int], refused: bool) -> None:
+    file = tmp_path / "thin.png"
+    Image.new("RGB", size).save(file)
+    if not refused:
+        assert read_image(file).size == size
+        return
+    with pytest.raises(DataError, match=rf"thin\.png' has {size[0]} x {size[1]} pixels, expected at most 100 times"):
+        read_image(file)
+
+
 @pytest.mark.parametrize(
     ("pixel", "message"),
     [

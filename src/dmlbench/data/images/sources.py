@@ -24,6 +24,7 @@ _TURNS = {
 }  # fmt: skip
 """What undoes each EXIF orientation."""
 _CHANNELS = (1, 3, 4)  # of grey, RGB and RGBA pixels in memory
+_MOST_ASPECT = 100  # long side over short side; what is thinner would be enlarged without bound
 _SLICE = 16  # images that a thread reads before it looks whether to stop
 
 
@@ -57,6 +58,11 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB of an image of any mode, as ``read_image`` says."""
+    if max(image.size) > _MOST_ASPECT * min(image.size):
+        raise DataError(
+            f"has {image.width} x {image.height} pixels, expected at most {_MOST_ASPECT} times as many along one side "
+            "as along the other. Crop it."
+        )
     if image.mode == "F":
         raise DataError("has floating-point pixels. Convert it to 8 bits per channel.")
     if image.mode.startswith("I"):
