@@ -64,9 +64,12 @@ def test_differences_are_paired_corrected_and_bootstrapped(configs) -> None:
 
 def test_runs_that_not_all_rows_have_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     configs = [config(tmp_path, "base", 0.5, 0), config(tmp_path, "more", 0.6, 1, at=[*AT, (0, 3)])]
-    (found,) = differences_of(configs, ["base"], ["map_at_r"])["map_at_r"]["base"]
+    differences = differences_of(configs, ["base"], ["map_at_r"])["map_at_r"]
+    (found,) = differences["base"]
     assert found.paired.n_pairs == 12
     assert "differences leave out fold0_rep3, which not all rows have" in caplog.text
+    notes = reference_table("title", configs, differences, "map_at_r").notes
+    assert notes[0] == "differences: 12 runs of each row, which all rows have; MAP@R: all runs of a row"
 
 
 def test_conclusions_name_what_is_alike_and_what_is_not_ahead(configs) -> None:
@@ -82,6 +85,7 @@ def test_the_table_has_a_row_for_each_config_and_its_csv_each_difference(configs
     table = reference_table("title", configs, found, "map_at_r")
     assert list(table.frame.index) == ["base", "same", "better", "worse"]
     assert table.frame["− base"]["base"] == ""
+    assert table.notes[0].startswith("points, with 95 % t intervals")
     assert table.frame["− base"]["better"].startswith("+9.98 [")
     assert len(table.to_frame()) == 3
 
