@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -321,6 +322,47 @@ def test_the_table_of_frozen_backbones_has_the_published_numbers(repository) -> 
             row = published.get(f"{head}+{FROZEN_ROWS[label]}")
             scores = row and " / ".join(f"{float(row[f'{metric} mean']):.1f}" for metric in ("P@1", "MAP@R"))
             assert cell.strip("*") == (scores or "–"), (label, head)
+
+
+NO_LOSS = ("Frozen features", "PCA", "LDA", "Learned whitening", "Learned whitening (1280-D)")
+
+
+def test_the_pages_count_the_losses_of_the_reality_check_as_published(repository) -> None:
+    def ahead(dataset: str, metric: str, reference: str) -> dict[str, float]:
+        """Points of the losses that are significantly ahead, greatest first."""
+        file = repository / f"outputs/published/reality_check/reality_check-{dataset}-{metric}-differences.csv"
+        frame = pd.read_csv(file).query("reference == @reference and difference > 0 and p_holm < 0.05")
+        frame = frame[~frame["row"].isin(NO_LOSS)].sort_values("difference", ascending=False)
+        return dict(zip(frame["row"], (100 * frame["difference"]).round(2), strict=True))
+
+    cub, cars = ({"metric": "map_at_r", "dataset": dataset} for dataset in ("cub200", "cars196"))
+    assert not ahead(**cub, reference="Contrastive")
+    assert not ahead("cub200", "p_at_1", "Learned whitening")
+    better = ahead(**cars, reference="Contrastive")
+    assert list(better) == ["SNR contrastive", "Multi-similarity", "Circle"]
+    (xbm,) = ahead("cars196", "p_at_1", "Learned whitening").items()
+    assert xbm[0] == "XBM + contrastive"
+    above = [len(ahead(**of, reference="Learned whitening")) for of in (cub, cars)]
+    snr, similarity, circle = better.values()
+    expected = {
+        "README.md": (
+            "On Cars196, only SNR, multi-similarity and Circle do.",
+            f"{above[0]} of 23 losses significantly beat learned whitening on CUB-200-2011, and {above[1]} of 23",
+        ),
+        "docs/measured.md": (
+            "On Cars196, only SNR, multi-similarity and Circle do.",
+            f"XBM significantly beats learned whitening (128-D), and only on Cars196 (+{xbm[1]:.2f} points)",
+        ),
+        "docs/reality_check.md": (
+            f"|0|SNR +{snr:.2f}, multi-similarity +{similarity:.2f}, Circle +{circle:.2f}|",
+            f"|{above[0]} of 23|{above[1]} of 23|",
+            f"in P@1: +{xbm[1]:.2f} (p",
+        ),
+    }
+    for page, sentences in expected.items():
+        text = " ".join((repository / page).read_text(encoding="utf-8").split())
+        for sentence in sentences:
+            assert sentence in text, page
 
 
 def test_tables_and_api_of_the_pages_are_as_make_docs_writes_them(repository, tables) -> None:
