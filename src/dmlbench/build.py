@@ -38,7 +38,7 @@ from dmlbench.models.projection import Head
 from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import autocast, derive_seed, seed_everything, shows_progress
 from dmlbench.training.fit import FitSettings
-from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
+from dmlbench.training.optim import OptimizerSettings, check_warmup, make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
 
@@ -288,6 +288,8 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
         return None
     if not isinstance(rerank, Reranker):
         raise ConfigError(f"rerank._target_: got {cfg.rerank._target_}, expected a Reranker. Set rerank=diml.")
+    if cfg.feature_cache is not None and cfg.feature_cache.level == "pooled":
+        raise ConfigError("rerank: got feature_cache.level=pooled, expected maps. Set feature_cache.level=maps.")
     if (distance := build_distance(cfg)) is not None:
         raise ConfigError(
             f"rerank: got a head with {type(distance).__name__}, expected one whose embeddings are compared as unit "
@@ -490,6 +492,8 @@ def make_setup(
 
         model = convert_sync_batchnorm(model)
     move(model, device, channels_last=settings.channels_last)
+    if seed is not None and settings.warmup_steps:
+        check_warmup(settings.warmup_frozen, model)  # before hours of caching
     cache = use_feature_cache(cfg, data, model, open_images, device, check=check, complete=complete)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(

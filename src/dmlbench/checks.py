@@ -104,10 +104,11 @@ def check_values(cfg: DictConfig) -> None:
             component(node)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
     one_size = cfg.pooling if needs_map_size(cfg) else cfg.head if cfg.head.get("reliability") == "learned" else None
-    if one_size is not None and crops[0] != crops[1]:
+    what = "feature_cache" if cfg.feature_cache is not None else one_size is not None and one_size._target_
+    if what and crops[0] != crops[1]:
         raise ConfigError(
             f"transform.eval.crop: got {crops[1]}, expected {crops[0]} as in transform.train.crop, because "
-            f"{one_size._target_} needs one size of the map. Set both to the same."
+            f"{what} needs one size of the map. Set both to the same."
         )
     if crops[0] is not None and crops[1] is None:  # a trained model would resize images to the training's
         raise ConfigError(f"transform.eval: got no crop, expected one, as transform.train.crop={crops[0]}. Set both.")

@@ -18,6 +18,7 @@ from killed_runs import killed_after
 from omegaconf import DictConfig
 
 import dmlbench as db
+from dmlbench.checks import check
 from dmlbench.cli.main import main
 from dmlbench.components import component
 from dmlbench.config import compose
@@ -281,12 +282,22 @@ def test_a_test_on_cached_maps_is_ranked_again_as_on_images(tmp_path: Path) -> N
     [
         (MAPS, "backbone.frozen_until: got null, expected a stage or all"),
         (["backbone.frozen_until=layer2", *POOLED], "backbone.frozen_until: got layer2, expected all"),
-        (["backbone.frozen_until=all", *POOLED, "pooling=gem"], "Gem has parameters or a state"),
+        (["backbone.frozen_until=all", *POOLED, "pooling=gem"], r"parameters or a state. Set pooling\.learn_power"),
         (["backbone.frozen_until=all", *POOLED, "rerank=diml"], "rerank: got feature_cache.level=pooled"),
         (["backbone.frozen_until=layer3", *MAPS], "frozen_until: .*'layer3'"),
         (["backbone.frozen_until=all", "fit.warmup_steps=5", "fit.warmup_frozen=[backbone]"], "fit.warmup_frozen"),
+        (["backbone.frozen_until=all", *MAPS, "fit.warmup_steps=5"], "fit.warmup_frozen: got backbone, pooling, exp"),
     ],
 )
 def test_combinations_without_meaning_are_errors(tmp_path: Path, choices: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(config(tmp_path, *choices))
+    assert not list(tmp_path.rglob("*.features*"))  # before anything is cached
+
+
+def test_the_images_of_a_cache_have_one_size() -> None:
+    cfg = compose("train", ["dataset=cub200", "transform=mlrc", "backbone.frozen_until=all", "feature_cache=maps"])
+    check(cfg)
+    cfg.transform.eval.crop = 192
+    with pytest.raises(ConfigError, match=r"eval\.crop: got 192, expected 227 .* because feature_cache needs one size"):
+        check(cfg)

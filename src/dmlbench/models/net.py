@@ -168,20 +168,21 @@ class PooledModel(MetricModel):
             ConfigError: of another pooling.
         """
         pooling = self.pooling
-        learns = any(p.requires_grad for p in pooling.parameters()) or [*pooling.buffers()]
+        trained = [name for name, p in pooling.named_parameters() if p.requires_grad]
+        learns = bool(trained or [*pooling.buffers()])
         features = None if learns else self.pooled_features(images)
         if features is None:
             what = "has parameters or a state" if learns else "projects before it pools"
+            fixed = "pooling.learn_power=false or " if trained == ["power"] else ""
             raise ConfigError(
-                f"feature_cache.level: got pooled, but {type(pooling).__name__} {what}. Set feature_cache.level=maps."
+                f"feature_cache.level: got pooled, but {type(pooling).__name__} {what}. Set {fixed}"
+                "feature_cache.level=maps."
             )
         return features
 
     def require_cells(self) -> None:
         """Raise ConfigError where ``rows_with_cells`` has no map, or cells and embedding differ in width."""
         pooling, remedy = type(self.pooling).__name__, "Choose another pooling, such as pooling=gap."
-        if self.stored_pooled:
-            raise ConfigError("rerank: got feature_cache.level=pooled, expected maps. Set feature_cache.level=maps.")
         if self.pooling.needs == "native":
             raise ConfigError(f"rerank compares cells of a map, but {pooling} uses no map. {remedy}")
         if not self.pooling.averages_pixels:
