@@ -66,6 +66,8 @@ def needed_by(row: dict[str, str]) -> dict[str, str]:
         needed = {"backbone": LEVELS["backbone"], **needed}
     if row.get("miner") == "rho_distance_weighted":
         needed = {"loss": "margin_oodml"}
+    if row.get("feature_cache") not in (None, "none"):
+        needed = {**needed, "backbone.frozen_until": "all"}
     if row.get("tuning") not in (None, "none"):
         needed = {**needed, "backbone": "vit_small"}
     if row.get("regularizer") not in (None, "none"):
@@ -309,7 +311,7 @@ MISTAKES = [
         "transform.eval.crop: got 64, expected 227 as in transform.train.crop",
     ),
     (
-        ["head=avsl", "pooling=null", "head.reliability=learned", "transform=mlrc", "transform.eval.crop=64"],
+        ["head=avsl", "pooling=none", "head.reliability=learned", "transform=mlrc", "transform.eval.crop=64"],
         "transform.eval.crop: got 64, expected 227 as in transform.train.crop",
     ),
     (["fit.keep=all"], "fit.keep: got 'all', expected one of 'best', 'last', 'both', 'none'"),
