@@ -18,7 +18,16 @@ from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.identity import NOT_PART_OF_RUN_HASH, is_untrained
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
-from dmlbench.types import ConfigError, check_file_name, closest, how_to_install, is_within, leaves, nodes
+from dmlbench.types import (
+    ConfigError,
+    check_at_least,
+    check_file_name,
+    closest,
+    how_to_install,
+    is_within,
+    leaves,
+    nodes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +145,7 @@ def check_values(cfg: DictConfig) -> None:
                 for key in ("p", "power"):  # others than positive ones would turn near into far
                     if isinstance(value := node.get(key, 1), int | float) and value <= 0:
                         raise ConfigError(f"{path}.{key}: got {value}, expected a positive number.")
+    check_at_least(1, eval_batch_size=cfg.eval_batch_size)
     protocol.check_fold(cfg.fold)
     if cfg.repeat < 0:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")

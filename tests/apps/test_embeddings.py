@@ -48,6 +48,16 @@ def test_scores_counts_and_settings_are_printed_and_written(tmp_path: Path, caps
     assert f"  id {hardest} of class {labels[hardest]}  <- " in out
 
 
+def test_classes_of_labels_that_are_text_keep_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, numbers = write(tmp_path)
+    names = np.array([f"bird {number}" for number in numbers])
+    np.savez(tmp_path / "text.npz", rows=rows, labels=names)
+    given = [f"embeddings={tmp_path}/text.npz", f"per_class={tmp_path}/c.csv", "hardest=1"]
+    simple_commands.evaluate(arguments("evaluate", *given))
+    assert pd.read_csv(tmp_path / "c.csv")["class"].tolist() == sorted(set(names))
+    assert " of class bird " in capsys.readouterr().out
+
+
 def test_scores_below_their_limits_are_named_after_all_files_are_written(tmp_path: Path) -> None:
     rows, labels = write(tmp_path)
     scores = evaluate_arrays(rows, labels).scores

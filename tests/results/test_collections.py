@@ -143,6 +143,20 @@ def test_numba_numpy_and_tensor_ranking_give_the_same_bits(offset: float, monkey
             assert compiled.per_query[name].tobytes() == values.tobytes() == tensors.per_query[name].tobytes(), name
 
 
+def test_a_tile_may_have_more_queries_than_half_of_what_16_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba", reason="extra fast")
+    monkeypatch.setattr(concatenated, "_TILE_ROWS", 40_000)
+    spec = EvaluationSpec((1,), metrics=("p_at_1", "map_at_r"), tile_bytes=2**33)
+    members = ties((1, 1), 40_000, classes=5, gallery=False)
+    galleries = [[EmbeddingSet(one.rows[:6], one.labels[:6], one.ids[:6] + 10**6) for one in fold] for fold in members]
+    found = []
+    for ranking in (concatenated.numba_rank, lambda: None):
+        monkeypatch.setattr(concatenated, "numba_rank", ranking)
+        (joint,) = concatenated_scores(members, galleries, spec=spec)[0].values()
+        found.append(joint.per_query["map_at_r"])
+    np.testing.assert_array_equal(*found)
+
+
 def test_collections_halve_their_tiles_until_the_device_has_memory(limit_memory, monkeypatch) -> None:
     members = runs(size=90, offset=0.0)
     expected, _ = concatenated_scores(members, spec=EvaluationSpec())

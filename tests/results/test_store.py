@@ -83,7 +83,7 @@ def test_directory_that_cannot_be_made_is_refused_with_the_remedy(tmp_path) -> N
         store.make_directory(tmp_path / "file" / "run")
 
 
-def test_patterns_find_runs_by_whole_path_or_its_beginning(tmp_path) -> None:
+def test_patterns_find_runs_by_whole_path_or_its_beginning(tmp_path, monkeypatch) -> None:
     names = ["glyphs/mlrc/a-gap-1/fold0_rep0", "glyphs/mlrc/a-gsp-2/fold0_rep0", "cub/hpo/a-gap-1/fold0_rep2"]
     for name in names:
         _run(tmp_path, name)
@@ -93,6 +93,10 @@ def test_patterns_find_runs_by_whole_path_or_its_beginning(tmp_path) -> None:
     assert (
         len(store.find_runs(tmp_path, f"{tmp_path}/")) == len(store.find_runs(tmp_path, str(tmp_path))) == found["**"]
     )
+    monkeypatch.chdir(tmp_path / "glyphs")
+    assert len(store.find_runs(tmp_path, "**")) == 3 and len(store.find_runs(tmp_path, "glyphs")) == 2
+    monkeypatch.chdir(tmp_path.parent)
+    assert len(store.find_runs(tmp_path, f"{tmp_path.name}/glyphs")) == 2  # as a shell completes it
     run = store.find_runs(tmp_path, "cub")[0]
     assert (run.dataset, run.protocol, run.config, run.fold, run.repeat) == ("cub", "hpo", "a-gap-1", 0, 2)
 

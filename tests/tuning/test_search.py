@@ -100,6 +100,16 @@ def conducted(asked: search.Search) -> list[search.Outcome]:
     return search.conduct(asked, compose)
 
 
+def test_a_good_first_run_does_not_shield_a_bad_second_one(tmp_path, monkeypatch) -> None:
+    Runs(monkeypatch)
+    plain = Runs.score
+    monkeypatch.setattr(Runs, "score", staticmethod(lambda cfg, step: plain(cfg, step) if cfg.part else 1.0))
+    found = conducted(made(tmp_path, runs=(("part=0",), ("part=1",)), space={"lr": {**LR, "high": 0.05}}))
+    stopped = [outcome for outcome in found if outcome.state == "pruned"]
+    assert stopped and all(outcome.steps > STEPS for outcome in stopped)
+    assert all(0 < outcome.score <= 1 for outcome in stopped)
+
+
 @pytest.mark.slow
 def test_a_killed_search_resumes_to_the_trials_of_one_that_was_not(tmp_path, monkeypatch) -> None:
     runs, two = Runs(monkeypatch), {"runs": (("part=0",), ("part=1",))}

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ class Evaluated:
     table: ImageTable | None = None  # the images that the ids count, where they were asked for and found
     distance: BaseDistance | None = None  # by which rows were compared; None is that of unit vectors
     caveats: tuple[str, ...] = ()  # what a run's scores are not (``results.caveats``)
+    class_names: Sequence[str] | None = None  # by label, where they are known
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
@@ -163,8 +164,7 @@ def evaluate_from(args: Any) -> Evaluated:
     if args.per_query is not None:
         atomic_write(Path(args.per_query), to_csv(per_query_table(result.queries, result.evaluation)))
     if args.per_class is not None:
-        names = None if result.table is None else result.table.class_names
-        table = per_class_table(result.queries, result.evaluation, class_names=names)
+        table = per_class_table(result.queries, result.evaluation, class_names=result.class_names)
         atomic_write(Path(args.per_class), to_csv(table))
     return result
 
@@ -217,7 +217,10 @@ def _evaluate_file(args: Any) -> Evaluated:
     stored = read_embeddings(args.embeddings, args.labels, gallery=args.gallery, gallery_labels=args.gallery_labels)
     distance = _distance_of_file(args, stored)
     evaluation = evaluate(stored.queries, stored.gallery, spec, distance=distance)
-    return Evaluated(str(args.embeddings), stored.queries, stored.gallery, spec, evaluation, distance=distance)
+    return Evaluated(
+        str(args.embeddings), stored.queries, stored.gallery, spec, evaluation, distance=distance,
+        class_names=stored.class_names,
+    )  # fmt: skip
 
 
 def _distance_of_file(args: Any, stored: StoredEmbeddings) -> BaseDistance | None:
@@ -257,7 +260,10 @@ def _evaluate_run(args: Any) -> Evaluated:
                 table = table_of_run(run_dir, result)
             except (DataError, RunError) as error:
                 log.warning("image paths and class names are not available: %s", error)
-        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
+        names = None if table is None else table.class_names
+        return Evaluated(
+            str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned, names
+        )
     set_strict_float32()
     again = {} if args.rerank is None else {"rerank": args.rerank}
     asked = {"num_workers": args.num_workers, "evaluation": args.evaluation, **again}
@@ -267,4 +273,6 @@ def _evaluate_run(args: Any) -> Evaluated:
     table, distance = trained.data.table, trained.rerank or trained.model.distance
     if trained.rerank is not None:
         warned = tuple(caveats({**result, "search": spec.search, "rerank": trained.rerank.description}))
-    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned)
+    return Evaluated(
+        str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned, table.class_names
+    )

@@ -76,6 +76,8 @@ def _reproduce(
     if reproduce.get("commands") and not reproduce.get("rows"):
         from dmlbench.cli.run_table import run_commands
 
+        if launcher := next((override for override in launching if override.startswith("hydra")), None):
+            raise ConfigError(f"{launcher}: {name} is made by commands, which have no launcher. Leave it out.")
         run_commands(name, reproduce, args, given, config_dir)
         return
     table = select_table(args, name, folders, given)

@@ -50,6 +50,7 @@ def run_table(
     config_dir: Path | None,
 ) -> None:  # fmt: skip
     """Plan, run part i of n (``shard``), compare. Overrides: ``given`` of runs, ``launching`` of Hydra's launchers."""
+    spec = EvaluationSpec(metrics=tuple(args.metrics), recall_at=tuple(args.recall_at))
     settings: Settings = {}
     compose = composer(settings, is_checked=args.dry_run)
     with quiet("dmlbench.recipes"):  # each run logs what its recipe set
@@ -94,12 +95,14 @@ def run_table(
             done += launch(job, [run.overrides for run in wave], in_train(launching), len(done))
         plan = plan.refreshed()
         mixed = paper_comparison.mixtures((*plan.runs, *plan.preparing), to_do=False)
-    _print_table(args, table, plan, configs, moved, [*mixed, *of_file], blocked)
+    _print_table(args, table, plan, configs, moved, [*mixed, *of_file], blocked, spec)
     for run in plan.requested:
         if run.problem:
             what = {"failed": "failed", "unusable": "cannot be used"}.get(run.state, "note")
             print(f"{what}: {run.problem if str(run.path) in run.problem else f'{run.path}: {run.problem}'}")
     raise_failures(done, names)
+    if failures:
+        raise ConfigError(f"{counted(len(failures), 'config')} cannot be composed: {failures[0]}")
     if blocked:
         count = len(to_do)
         raise RunError(f"{count - len(names)} of {count} runs did not start: {one_error(blocked.values())}")
@@ -113,7 +116,7 @@ def _name(run: Run, table: Table) -> str:
 
 def _print_table(
     args: Any, table: Table, plan: Plan, configs: Mapping[tuple[str, ...], PlannedConfig | str],
-    moved: Sequence[str], mixed: Sequence[str], blocked: Mapping[str, DmlbenchError],
+    moved: Sequence[str], mixed: Sequence[str], blocked: Mapping[str, DmlbenchError], spec: EvaluationSpec,
 ) -> None:  # fmt: skip
     """Summarize, print and write the table. A part of it, or one with other values, has its own file name.
 
@@ -121,6 +124,7 @@ def _print_table(
         configs, blocked: as of ``compare_rows``.
         moved: overrides of the command line that make other configs than the paper's.
         mixed: other reasons why no row is comparable with the paper.
+        spec: scores of a table without a paper's.
     """
     reasons = [*paper_comparison.given_by_hand(moved), *mixed]
     base = Path(args.paths.output_dir) / "tables" / f"{table.name}{part_suffix(table.part, moved)}"
@@ -132,7 +136,6 @@ def _print_table(
         comparisons, deviations = paper_comparison.compare_rows(table.rows, plan, configs, blocked, reasons)
         write_comparison(table.name, comparisons, [*notes, *deviations], base)
         return
-    spec = EvaluationSpec(metrics=tuple(args.metrics), recall_at=tuple(args.recall_at))
     summaries = paper_comparison.summarize(plan, {config.sha256: spec for config in plan.configs})
     for config in plan.configs:
         if problem := summaries[config.sha256].problem:
@@ -183,9 +186,10 @@ def _print_references(
             sentences += [f"{title_of(dataset)}, {sentence}" for sentence in compared.conclusions(found, metric)]
     print("\n".join(sentences))
     metric = metrics[-1]
-    save_figure(compared.score_figure(whole, references, metric), base.with_suffix(".png"))
-    save_figure(compared.rank_figure(whole, metric), base.with_name(f"{base.name}-ranks.png"))
-    print(f"written: {base.with_suffix('.png')}, {base.with_name(f'{base.name}-ranks.png')}")
+    pictures = [base.with_name(f"{base.name}{suffix}.png") for suffix in ("", "-ranks")]
+    save_figure(compared.score_figure(whole, references, metric), pictures[0])
+    save_figure(compared.rank_figure(whole, metric), pictures[1])
+    print(f"written: {pictures[0]}, {pictures[1]}")
 
 
 def write_comparison(name: str, comparisons: Sequence[Comparison], notes: Sequence[str], base: Path) -> None:
@@ -231,10 +235,15 @@ def run_commands(
     """
     if unknown := [key for key in ("rows", "fold", "repeat", "shard") if getattr(args, key) is not None]:
         raise ConfigError(f"{unknown[0]}: {name} is made by commands without this key. Leave it out.")
+    if args.tune:
+        raise ConfigError(f"tune: got true, but {name} is made by commands, which search nothing. Leave it out.")
     folder = Path(args.paths.output_dir) / "tables" / name
     commands = list(_commands(name, reproduce["commands"], given, config_dir, folder))
     if not commands:
         raise ConfigError(f"{name} has no command for {' '.join(given)}")
+    taken = {argument for command in commands for argument in command.arguments}
+    if lost := [override for override in given if override not in taken and key_of(override) != "dataset"]:
+        raise ConfigError(f"{lost[0]}: got an override that no command of {name} takes. Leave it out.")
     if needs := reproduce.get("needs"):
         print(f"needs {needs}")
     for i, command in enumerate(commands, start=1):

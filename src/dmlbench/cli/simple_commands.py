@@ -101,7 +101,8 @@ def _print_hardest(args: Any, result: "Evaluated") -> None:
     from dmlbench.evaluation.evaluate import hardest_queries
 
     def name(item: int, label: int) -> str:
-        return f"id {item} of class {label}" + ("" if result.table is None else f" ({result.table.paths[item]})")
+        of_class = label if result.class_names is None else result.class_names[label]
+        return f"id {item} of class {of_class}" + ("" if result.table is None else f" ({result.table.paths[item]})")
 
     measure = "similarity" if getattr(result.distance, "is_inverted", False) else "distance"
     print(f"\nqueries with the lowest {args.hardest_by}, the {measure} to their nearest images, and these")

@@ -167,6 +167,8 @@ def tune_rows(table: "Table", args: Any, shard: tuple[int, int], config_dir: Pat
             print(f"{max(search.trials for search in left.values())} trials of each; the first ones:")
             _check(left)
         return None
+    if not args.run_missing and (waiting := [key for key, search in searches.items() if ended(search) is None]):
+        raise RunError(f"run_missing: got false, but searches are left: {', '.join(waiting)}. Set run_missing=true.")
     for i, (key, search) in enumerate(own.items()):
         if ended(search) is None:
             log.info("search %d of %d: %s", i + 1, len(own), key)

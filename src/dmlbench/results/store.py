@@ -208,7 +208,8 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
         raise ConfigError("output_dir: got an empty name, expected a folder such as outputs.")
     root = Path(output_dir)
     whole, folder = (Path(os.path.abspath(path)) for path in (pattern, root))
-    if whole.is_relative_to(folder):
+    is_inside = Path.cwd().is_relative_to(folder)  # where relative patterns are of the root, as everywhere
+    if whole.is_relative_to(folder) and (os.path.isabs(pattern) or not is_inside):
         pattern = "**" if whole == folder else str(whole.relative_to(folder))
     patterns = [pattern, f"{pattern.rstrip('/')}/*"]
     runs = (run for config_dir in sorted(root.glob("*/*/*")) for run in runs_in(config_dir))

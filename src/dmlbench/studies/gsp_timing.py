@@ -23,6 +23,7 @@ from dmlbench.models.backbones import Backbone
 from dmlbench.models.transport import prototype_cost, transport_weights
 from dmlbench.runtime import seed_everything
 from dmlbench.studies.record import Claim, Findings, Parts, require_positive, several_values
+from dmlbench.types import check_positive
 
 Action = Callable[[], object]
 
@@ -142,6 +143,7 @@ def conduct(args: Any, parts: Parts) -> Findings:
     """Time the transport alone over iterations, prototypes and pixels, and beside a network."""
     iterations = tuple(several_values(args, "iterations"))
     require_positive(args, "batch", "rounds")
+    check_positive(**{key: min(getattr(args, key), default=0) for key in ("prototypes", "pixels")})
     seed_everything(args.seed)
     usual = Transport(
         args.pixels_of_others, args.prototypes_of_others, iterations, args.batch, args.rounds, args.transport_ratio,

@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from dmlbench.apps.pictures import plt
 from dmlbench.results.store import read_result
 from dmlbench.studies.models import run_of, trained_by
-from dmlbench.studies.record import Claim, Findings, Float, Parts, several_values, spread
+from dmlbench.studies.record import Claim, Findings, Float, Parts, require_positive, several_values, spread
 from dmlbench.types import ConfigError
 
 _METRICS = {"map_at_r": "MAP@R, %", "p_at_1": "P@1, %"}
@@ -95,6 +95,9 @@ def over_m_and_epsilon(args: Any, parts: Parts) -> Findings:
 
 def scores_of(configs: Mapping[str, Sequence[str]], args: Any, parts: Parts) -> dict[str, Scores]:
     """Test scores over ``args.folds`` and ``args.repeats`` of configs, given as overrides by name."""
+    require_positive(args, "repeats")
+    if not args.folds:
+        raise ConfigError("folds: got none, expected at least one, such as folds=[0].")
     names = {
         f"{config}, fold {fold}, repeat {repeat}": (config, f"fold={fold}", f"repeat={repeat}")
         for config in configs

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dmlbench.apps.pictures import plt
 from dmlbench.models.transport import prototype_cost, transport_weights
 from dmlbench.studies.record import Claim, Findings, Float, Parts, several_values
-from dmlbench.types import ConfigError
+from dmlbench.types import ConfigError, check_at_least
 
 SIDE = 10
 _RED, _GREEN, _BLUE = np.eye(3)
@@ -49,6 +49,7 @@ def conduct(args: Any, parts: Parts) -> Findings:
     smoothings = several_values(args, "smoothings")[::-1]
     if not 0 < args.transport_ratio < 1:
         raise ConfigError(f"transport_ratio: got {args.transport_ratio}, expected a number between 0 and 1.")
+    check_at_least(0, noise=args.noise, seed=args.seed)
     colors, is_informative = color_map(args.noise, seed=args.seed)
     features = torch.from_numpy(colors.reshape(1, -1, 3))
     cost = prototype_cost(features, torch.from_numpy(np.stack([_RED, _BLUE])))

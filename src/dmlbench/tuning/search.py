@@ -52,6 +52,8 @@ METHODS = ("tpe", "grid")
 _WAIT_S = 2.0
 _NEXT_RUN = 10**9
 """Added to the steps of a trial's next run, so that the pruner compares validations of the same run."""
+_ABOVE = 1000.0
+"""Added to what a trial's next run reports: Optuna's pruner takes a trial's largest report, which must be its last."""
 
 Compose = Callable[[Sequence[str]], ComposedRun]
 
@@ -281,7 +283,7 @@ def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which:
 
     def follow(step: int, best: float) -> bool:
         if (place := which * _NEXT_RUN + step) not in told:
-            trial.report((sum(scores) + best) / (len(scores) + 1), place)
+            trial.report(which * _ABOVE + (sum(scores) + best) / (len(scores) + 1), place)
         return not trial.should_prune()
 
     run_dir = run.directory
@@ -299,6 +301,13 @@ def _result_of(trial: "Trial", run: ComposedRun, scores: Sequence[float], which:
         except RunInUse as error:  # another trial of these values has it
             log.info("waiting: %s", error)
             time.sleep(_WAIT_S)
+
+
+def _reported(trial: "FrozenTrial") -> float | None:
+    """The last score that a trial reported to the pruner; None if none."""
+    if (place := trial.last_step) is None:
+        return None
+    return trial.intermediate_values[place] - place // _NEXT_RUN * _ABOVE
 
 
 def _last_step(run_dir: Path) -> int | None:
@@ -340,7 +349,7 @@ def outcomes(search: Search, study: "Study") -> list[Outcome]:
     for trial, own in trials:
         state = "failed" if own.note else trial.state.name.lower()
         values = search.values(trial.params) if len(trial.params) == len(search.space) else {}
-        score = max(trial.intermediate_values.values(), default=None) if state == "pruned" else None
+        score = _reported(trial) if state == "pruned" else None
         if state == "complete":
             score = _stored_score(search, trial, values, own.runs, data)
         found.append(Outcome(trial.number, state, values, score, own.steps, own.runs, own.note))

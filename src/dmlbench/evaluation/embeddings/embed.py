@@ -56,6 +56,7 @@ class StoredEmbeddings:
     queries: EmbeddingSet
     gallery: EmbeddingSet | None
     metadata: dict[str, str]
+    class_names: list[str] | None = None  # by label, of labels that are text
 
 
 def embed(
@@ -199,7 +200,8 @@ def read_embeddings(
     except RunError as error:
         files = path if gallery is None else f"{path}, {gallery}"
         raise RunError(f"{files}: {error}") from None
-    return StoredEmbeddings(*sets, dict(BY_ORDER) if query[2] is None else {})
+    names = _class_names([query[1]] if others is None else [query[1], others[1]])
+    return StoredEmbeddings(*sets, dict(BY_ORDER) if query[2] is None else {}, names)
 
 
 def _arrays(path: str | Path, parts: dict[str, Array], labels: str | Path | None, option: str) -> Arrays:
@@ -278,12 +280,19 @@ def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet,
 def _numbered(query: Arrays, gallery: Arrays | None) -> tuple[Arrays, Arrays | None]:
     """The same with numbers for labels that are text."""
     given = [query[1]] if gallery is None else [query[1], gallery[1]]
-    names = [np.asarray(labels) for labels in given if not isinstance(labels, Tensor)]
-    if len(names) < len(given) or any(labels.dtype.kind != "U" or labels.ndim != 1 for labels in names):
+    if (names := _class_names(given)) is None:
         return query, gallery
-    numbers = np.unique(np.concatenate(names), return_inverse=True)[1]
-    query = query[0], numbers[: len(names[0])], query[2]
-    return query, gallery and (gallery[0], numbers[len(names[0]) :], gallery[2])
+    numbers = [np.searchsorted(names, np.asarray(labels)) for labels in given]
+    query = query[0], numbers[0], query[2]
+    return query, gallery and (gallery[0], numbers[1], gallery[2])
+
+
+def _class_names(labels: Sequence[Array]) -> list[str] | None:
+    """The sorted names of classes, by number; None unless all labels are text."""
+    arrays = [np.asarray(own) for own in labels if not isinstance(own, Tensor)]
+    if len(arrays) < len(labels) or any(own.dtype.kind != "U" or own.ndim != 1 for own in arrays):
+        return None
+    return [str(name) for name in np.unique(np.concatenate(arrays))]
 
 
 def _set_of(arrays: Arrays, name: str, *, first_id: int) -> EmbeddingSet:
