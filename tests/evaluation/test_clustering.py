@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
 from dmlbench.evaluation.metrics import clustering
 from dmlbench.evaluation.metrics.clustering import KmeansSettings, WholeSet, class_distances, kmeans, mutual_information
@@ -36,6 +37,23 @@ def test_scores_equal_recorded_values_of_other_code(golden, golden_meta) -> None
             assert intra == pytest.approx(float(recorded["oodml_dists_intra"]), abs=1e-12)
             compared += 1
     assert compared == 2
+
+
+def test_clusters_are_of_unit_rows_and_raw_ones_of_rows_as_given_as_many_as_classes() -> None:
+    """Directions form three groups, lengths three others; labels are neither."""
+    rng = np.random.default_rng(0)
+    directions, lengths = rng.integers(0, 3, 120), rng.integers(0, 3, 120)
+    labels = np.where(rng.random(120) < 0.7, directions, np.where(rng.random(120) < 0.6, lengths, 0))
+    rows = 0.05 * np.eye(4)[directions] + np.eye(4)[3] + 1e-3 * rng.normal(size=(120, 4))
+    rows *= np.array([1.0, 10.0, 20.0])[lengths][:, None]
+    queries = EmbeddingSet(torch.from_numpy(rows).float(), torch.from_numpy(labels), torch.arange(120))
+    scores = set_scores(
+        WholeSet(queries, None, kmeans_settings=KmeansSettings(restarts=10)), scores_of(["nmi", "ami", "raw_nmi"], [])
+    )
+    assert scores["nmi"] == pytest.approx(normalized_mutual_info_score(labels, directions))
+    assert scores["ami"] == pytest.approx(adjusted_mutual_info_score(labels, directions))
+    raw = normalized_mutual_info_score(labels, lengths, average_method="geometric")
+    assert scores["raw_nmi"] == pytest.approx(raw) and abs(raw - scores["nmi"]) > 0.1
 
 
 def test_raw_scores_equal_those_of_the_code_of_proxynca_pp(golden, golden_meta, monkeypatch) -> None:

@@ -236,6 +236,9 @@ def test_p_at_1_by_chance_is_that_of_random_rankings() -> None:
         hits = [labels[generator.choice(ids[ids != query], 2000)] == labels[query] for query in range(60)]
         drawn = np.mean(hits, axis=0)
         mean, std = evaluate(queries, one).p_at_1_by_chance
+        share = np.array([np.mean(labels[ids[ids != query]] == labels[query]) for query in range(60)])
+        assert mean == pytest.approx(share.mean(), abs=1e-12)
+        assert std == pytest.approx(np.sqrt((share * (1 - share)).sum()) / 60, abs=1e-12)
         assert mean == pytest.approx(np.mean(drawn), abs=4 * std / np.sqrt(2000))
         assert std == pytest.approx(np.std(drawn), rel=0.07)
 

@@ -191,6 +191,29 @@ def test_zero_shot_scores_are_those_of_the_stored_query_embeddings(output: Path)
             assert {name: found[shots].zero_shot[name][episode] for name in expected} == pytest.approx(expected)
 
 
+def test_few_shot_scores_are_those_of_each_episodes_own_adapted_head(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, calls = run_of(output), []
+
+    def recorded(features: Any, support: Any, *rest: Any, seed: int) -> Any:
+        calls.append((features, support, seed, adapt(features, support, *rest, seed=seed)))
+        return calls[-1][-1]
+
+    monkeypatch.setattr(module, "adapt", recorded)
+    plan = dataclasses.replace(PLAN, shots=(2,), steps=20)
+    found = few_shot_of_run(run_dir, plan, device="cpu", num_workers=0)[2]
+    stored = load_embeddings(run_dir / EMBEDDINGS).queries
+    assert len({seed for _, _, seed, _ in calls}) == len(calls) == 2
+    for episode, (features, support, _, adapted) in enumerate(calls):
+        queries = np.setdiff1d(np.arange(len(stored)), support)
+        rows = features.all_embeddings(adapted)
+        part = EmbeddingSet(rows[torch.from_numpy(queries)], stored.labels[queries], stored.ids[queries])
+        expected = evaluate(part, None, SPEC).scores
+        assert {name: found.few_shot[name][episode] for name in expected} == pytest.approx(expected)
+    assert found.few_shot["map_at_r"] != found.zero_shot["map_at_r"]
+
+
 def test_a_second_call_computes_only_what_is_missing(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, calls = run_of(output), []
     monkeypatch.setattr(module, "adapt", lambda *a, **k: calls.append(a[1]) or adapt(*a, **k))

@@ -1,5 +1,6 @@
 """Sequences of splits against those of the study's public code, and distances against ones computed from scratch."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,17 @@ def test_distances_on_the_way_are_those_from_scratch(over: str, dimension: int) 
     assert further[-1].distance > away[-1].distance
     nearer = list(exchange(features, range(20), range(20, 40), steps=4, memory=30, reverse=True))
     assert nearer[-1].distance < nearer[0].distance == away[0].distance
+
+
+def test_removal_takes_the_classes_nearest_to_the_center_of_the_other_half() -> None:
+    features = classes_of_images("class_means")
+    steps = list(removal(features, range(20), range(20, 40), steps=3, per_step=2, keep=0.5))
+    assert len(steps) == 4
+    for before, after in itertools.pairwise(steps):
+        for own, other, left in ((before.train, before.test, after.train), (before.test, before.train, after.test)):
+            center = np.mean([features.means[c] for c in other], axis=0)
+            far = sorted(own, key=lambda c: np.linalg.norm(features.means[c] - center))
+            assert set(own) - set(left) == set(far[:2])
 
 
 def test_splits_are_picked_evenly_with_the_default_one() -> None:

@@ -180,6 +180,21 @@ def test_conventional_gives_best_and_mean_and_hpo_the_mean_of_validation(tmp_pat
     assert hpo["scored_on"] == "validation"
 
 
+def test_validation_scores_select_and_are_the_means_of_hpo(tmp_path) -> None:
+    for repeat, (val, test) in enumerate(((0.2, 0.7), (0.6, 0.5), (0.4, 0.9))):
+        metrics = {part: {"map_at_r": x, "p_at_1": x} for part, x in (("val", val), ("test", test))}
+        for rule in ("mean", "best_and_mean"):
+            _write_runs(tmp_path / rule, [(0, repeat)], aggregation=rule, folds=1, metrics=metrics)
+    spec = EvaluationSpec(metrics=("p_at_1", "map_at_r"))
+    hpo, conventional = (
+        aggregate_config(find_runs(tmp_path / rule), spec, progress=False) for rule in ("mean", "best_and_mean")
+    )
+    assert hpo["scores"]["mean"]["p_at_1"]["mean"] == pytest.approx(0.4)
+    assert conventional["best_run"] == "fold0_rep1"
+    assert [conventional["scores"][of]["p_at_1"]["mean"] for of in ("best", "mean")] == pytest.approx([0.5, 0.7])
+    assert conventional["validation"]["p_at_1"] == pytest.approx(0.4)
+
+
 def test_the_best_run_is_that_of_its_validation_whatever_kmeans_is_asked_for(tmp_path) -> None:
     for repeat, score in enumerate((0.2, 0.9, 0.3)):
         of_run = {"metrics": {part: {"nmi": score, "p_at_1": 0.5} for part in ("val", "test")}}

@@ -312,6 +312,9 @@ def test_interval_is_the_t_interval_of_the_design() -> None:
     variance = np.var(scores, axis=1, ddof=1)
     half = 2.306004135204166 * np.sqrt(variance.sum()) / (4 * np.sqrt(3))  # t quantile 0.975 with 8 degrees of freedom
     assert interval == pytest.approx((np.mean(scores) - half, np.mean(scores) + half), abs=1e-12)
+    uneven = [[0.5, 0.6], [0.4, 0.7, 0.4], [0.3, 0.2, 0.2, 0.5]]  # 1 + 2 + 3 degrees of freedom
+    half = 2.4469118511449692 * np.sqrt(0.005 / 2 + 0.03 / 3 + 0.02 / 4) / 3
+    assert confidence_interval(uneven) == pytest.approx((0.45 - half, 0.45 + half), abs=1e-12)
     assert confidence_interval([[0.5], [0.4]]) is None
     with pytest.raises(ConfigError, match="level"):
         confidence_interval(scores, level=95)
