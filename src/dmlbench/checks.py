@@ -21,6 +21,7 @@ from dmlbench.models.closed_form import ClosedForm
 from dmlbench.types import (
     ConfigError,
     check_at_least,
+    check_choice,
     check_file_name,
     closest,
     how_to_install,
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _STARTS = ("start_step", "feature_delay")
 """Steps from which a part of a loss or regularizer works."""
+_TRIPLETS = ("all", "hard", "semihard", "easy")
+_POSITIVE_OF_PML = {"temperature", "scale", "gamma", "alpha", "beta", "num_bins", "triplets_per_anchor"}
 _BATCH_SIZES = ("classes_per_batch", "images_per_class", "batch_size")
 _COMPONENTS = (
     *("dataset.table", "protocol", "backbone", "tuning", "pooling", "head", "loss", "miner", "sampler", "rerank"),
@@ -145,10 +148,21 @@ def check_values(cfg: DictConfig) -> None:
                 for key in ("p", "power"):  # others than positive ones would turn near into far
                     if isinstance(value := node.get(key, 1), int | float) and value <= 0:
                         raise ConfigError(f"{path}.{key}: got {value}, expected a positive number.")
+            elif isinstance(node, dict) and str(node.get("_target_")).startswith("pytorch_metric_learning."):
+                _check_of_pml(path, node)
     check_at_least(1, eval_batch_size=cfg.eval_batch_size)
     protocol.check_fold(cfg.fold)
     if cfg.repeat < 0:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")
+
+
+def _check_of_pml(path: str, node: dict[Any, Any]) -> None:
+    """Check values that PML takes as they are: it turns a misspelt type of triplets into "all"."""
+    for key in _POSITIVE_OF_PML & node.keys():
+        if isinstance(value := node[key], int | float) and value <= 0:
+            raise ConfigError(f"{path}.{key}: got {value}, expected a positive number.")
+    if "${" not in (kind := str(node.get("type_of_triplets", _TRIPLETS[0]))):
+        check_choice(f"{path}.type_of_triplets", kind, _TRIPLETS)
 
 
 def _warn_of_late_starts(cfg: DictConfig, container: dict[Any, Any]) -> None:

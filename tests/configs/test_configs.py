@@ -273,6 +273,8 @@ MISTAKES = [
     (["poling=gap"], "did you mean 'pooling'"),
     (["pooling=gpa"], "did you mean 'gap'"),
     (["lr=1"], "no key 'lr': did you mean 'optim.lr'[?]"),
+    (["loss=triplet", "miner=semihard", "miner.type_of_triplets=semi_hard"], "type_of_triplets.*'semihard'"),
+    (["loss=cosface", "loss.scale=-64"], "loss.scale: got -64, expected a positive number"),
     (["eval_batch_size=0"], "eval_batch_size: got 0, expected at least 1"),
     (["early_stopping=1"], "did you mean 'fit.patience'"),
     (["seed=1"], "did you mean 'base_seed'"),

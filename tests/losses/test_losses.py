@@ -407,10 +407,14 @@ def test_one_image_of_each_class(overrides: list[str]) -> None:
 @pytest.mark.fast_sample(12)
 @pytest.mark.parametrize("overrides", ALL, ids=" ".join)
 @pytest.mark.parametrize("shift", [1, -1])
-def test_labels_outside_of_the_classes(overrides: list[str], shift: int) -> None:
+def test_labels_outside_of_the_classes(overrides: list[str], shift: int, caplog: pytest.LogCaptureFixture) -> None:
     objective, x = configured(overrides), batch_of(dtype=torch.float32)
     labels = torch.arange(len(x)) % CLASSES + shift
     if compares_with_classes(objective.loss) or "num_classes" in overrides[-1] or _name(overrides) in OF_CLASSES:
+        assert not caplog.records
+        objective.check_labels(torch.tensor([0, 4]))
+        assert "loss.num_classes: got 6, but labels are 0 to 4, so 1 have no image" in caplog.text
+        caplog.clear()
         with pytest.raises(ConfigError, match=r"loss\.num_classes: got 6, but labels are"):
             objective.check_labels(labels)
     else:  # pairs ask only whether labels are equal

@@ -304,5 +304,7 @@ def _timed(run: Run, name: str) -> RunTime | DmlbenchError:
         return error
     try:
         return timed(experiment, name, caching)
+    except ConfigError as error:  # of the first step
+        return error
     except DmlbenchError as error:
         return RunTime(None, str(error))

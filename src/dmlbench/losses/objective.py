@@ -146,6 +146,11 @@ class Objective(nn.Module):
                     f"{key}.num_classes: got {number}, but labels are {low} to {high}. Set it to "
                     "${runtime.num_classes}."
                 )
+            if number is not None and number > high + 1:
+                logger.warning(
+                    "%s.num_classes: got %d, but labels are %d to %d, so %d have no image. Set it to "
+                    "${runtime.num_classes}.", key, number, low, high, number - high - 1,
+                )  # fmt: skip
 
 
 def _check_signature(loss: nn.Module) -> None:
