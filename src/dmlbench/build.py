@@ -288,7 +288,7 @@ def build_rerank(cfg: DictConfig, model: MetricModel | None = None) -> BaseDista
         return None
     if not isinstance(rerank, Reranker):
         raise ConfigError(f"rerank._target_: got {cfg.rerank._target_}, expected a Reranker. Set rerank=diml.")
-    if cfg.feature_cache is not None and cfg.feature_cache.level == "pooled":
+    if (cache := cfg.get("feature_cache")) is not None and cache.level == "pooled":
         raise ConfigError("rerank: got feature_cache.level=pooled, expected maps. Set feature_cache.level=maps.")
     if (distance := build_distance(cfg)) is not None:
         raise ConfigError(

@@ -88,8 +88,8 @@ def _check_signature(node: Mapping[str, Any], path: str) -> None:
         if key not in parameters:
             known = closest(key, [name for name in parameters if name not in _SET_BY_BUILD])
             raise ConfigError(
-                f"{path}.{key} is not an argument of {node['_target_']}: {known} Remove it with '~{path}.{key}' if "
-                "another file sets it."
+                f"{path}.{key} is not an argument of {node['_target_']}: {known} If another "
+                f"file sets it, leave it out with '~{path}.{key}'."
             )
         annotation = annotations[key] if key in annotations else _type_of(parameters[key].default)
         if not _fits(value, annotation):
