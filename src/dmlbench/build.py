@@ -38,7 +38,7 @@ from dmlbench.models.projection import Head
 from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import autocast, derive_seed, seed_everything, shows_progress
 from dmlbench.training.fit import FitSettings
-from dmlbench.training.optim import OptimizerSettings, check_warmup, make_optimizer, parameter_groups
+from dmlbench.training.optim import OptimizerSettings, check_warmup_groups, make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
 
@@ -492,8 +492,8 @@ def make_setup(
 
         model = convert_sync_batchnorm(model)
     move(model, device, channels_last=settings.channels_last)
-    if seed is not None and settings.warmup_steps:
-        check_warmup(settings.warmup_frozen, model)  # before hours of caching
+    if seed is not None and settings.warmup_steps and not {"loss", "regularizer"} & {*settings.warmup_frozen}:
+        check_warmup_groups(settings.warmup_frozen, model, nn.Module())  # before hours of caching
     cache = use_feature_cache(cfg, data, model, open_images, device, check=check, complete=complete)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(

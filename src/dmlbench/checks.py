@@ -116,7 +116,10 @@ def check_values(cfg: DictConfig) -> None:
             component(node)
     crops = [cfg.transform[part].get("crop") for part in ("train", "eval")]
     one_size = cfg.pooling if needs_map_size(cfg) else cfg.head if cfg.head.get("reliability") == "learned" else None
-    what = "feature_cache" if cfg.feature_cache is not None else one_size is not None and one_size._target_
+    what = None if one_size is None else one_size._target_
+    # The backbone's own pooling leaves no map that could differ in size.
+    if cfg.feature_cache is not None and (cfg.pooling is None or declared(cfg.pooling, "needs") != "native"):
+        what = "feature_cache"
     if what and crops[0] != crops[1]:
         raise ConfigError(
             f"transform.eval.crop: got {crops[1]}, expected {crops[0]} as in transform.train.crop, because "

@@ -299,5 +299,8 @@ def test_the_images_of_a_cache_have_one_size() -> None:
     cfg = compose("train", ["dataset=cub200", "transform=mlrc", "backbone.frozen_until=all", "feature_cache=maps"])
     check(cfg)
     cfg.transform.eval.crop = 192
+    native = compose("train", ["dataset=cub200", "transform=mlrc", "backbone.frozen_until=all", "feature_cache=pooled",
+                               "backbone=resnet50", "pooling=native", "transform.eval.crop=192"])  # fmt: skip
+    check(native)  # its records have one size whatever the images' is
     with pytest.raises(ConfigError, match=r"eval\.crop: got 192, expected 227 .* because feature_cache needs one size"):
         check(cfg)

@@ -52,7 +52,7 @@ def test_tuned_runs_resume_exactly_and_their_models_are_loaded_and_exported(
     method: str | None, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if method == "lora":
-        pytest.importorskip("peft")
+        pytest.importorskip("peft", reason="LoRA: extra peft")
     network = (f"backbone.name={hub}", "backbone.pretrained=true") if method == "lora" else ("backbone.name=test_vit",)
     choices = (*SMALL, *network, *METHODS.get(str(method), ()))
 

@@ -21,7 +21,7 @@ from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.training.optim import OptimizerSettings, make_optimizer
 from dmlbench.types import ConfigError
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="LoRA: extra peft")
 
 BLOCKS = range(6)  # of test_vit, which is 64 wide
 VITS = ["test_vit", "test_vit2", "test_vit3", "deit_tiny_distilled_patch16_224"]

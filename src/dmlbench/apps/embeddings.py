@@ -125,7 +125,12 @@ class Evaluated:
     table: ImageTable | None = None  # the images that the ids count, where they were asked for and found
     distance: BaseDistance | None = None  # by which rows were compared; None is that of unit vectors
     caveats: tuple[str, ...] = ()  # what a run's scores are not (``results.caveats``)
-    class_names: Sequence[str] | None = None  # by label, where they are known
+    text_labels: Sequence[str] | None = None  # by label, of a file's labels that are text
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """By label, where they are known."""
+        return self.text_labels if self.table is None else self.table.class_names
 
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
@@ -219,7 +224,7 @@ def _evaluate_file(args: Any) -> Evaluated:
     evaluation = evaluate(stored.queries, stored.gallery, spec, distance=distance)
     return Evaluated(
         str(args.embeddings), stored.queries, stored.gallery, spec, evaluation, distance=distance,
-        class_names=stored.class_names,
+        text_labels=stored.class_names,
     )  # fmt: skip
 
 
@@ -260,10 +265,7 @@ def _evaluate_run(args: Any) -> Evaluated:
                 table = table_of_run(run_dir, result)
             except (DataError, RunError) as error:
                 log.warning("image paths and class names are not available: %s", error)
-        names = None if table is None else table.class_names
-        return Evaluated(
-            str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned, names
-        )
+        return Evaluated(str(run_dir), kept.queries, kept.gallery, spec, evaluation, stored, table, distance, warned)
     set_strict_float32()
     again = {} if args.rerank is None else {"rerank": args.rerank}
     asked = {"num_workers": args.num_workers, "evaluation": args.evaluation, **again}
@@ -273,6 +275,4 @@ def _evaluate_run(args: Any) -> Evaluated:
     table, distance = trained.data.table, trained.rerank or trained.model.distance
     if trained.rerank is not None:
         warned = tuple(caveats({**result, "search": spec.search, "rerank": trained.rerank.description}))
-    return Evaluated(
-        str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned, table.class_names
-    )
+    return Evaluated(str(run_dir), queries, gallery, spec, evaluation, stored, table, distance, warned)

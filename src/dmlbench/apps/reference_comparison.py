@@ -137,13 +137,13 @@ def reference_table(title: str, configs: Sequence[ConfigSummary], found: Differe
         ]
         columns[f"classes, {reference}"] = ["" if one is None else _bounds(one.classes, score) for one in own]
     pairs = min((one.paired.n_pairs for own in found.values() for one in own), default=0)
-    has_lonely = any(len(_summarized(config)) > pairs for config in configs)
-    lonely = (f"differences: {pairs} runs of each row, which all rows have; {score.label}: all runs of a row",)
+    some_left_out = any(len(_summarized(config)) > pairs for config in configs)
+    of_pairs = (f"differences: {pairs} runs of each row, which all rows have; {score.label}: all runs of a row",)
     return Table(
         title,
         pd.DataFrame(columns, index=pd.Index([config.label for config in configs], name="row"), dtype=object),
         notes=(
-            *(lonely if has_lonely else ()),
+            *(of_pairs if some_left_out else ()),
             "points, with 95 % t intervals over pairs of runs with the same fold, repeat and seed",
             "p: two-sided, after Holm's correction over the rows of a column; none for one pair of runs, or where no "
             "seed changes either row",

@@ -208,7 +208,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
         raise ConfigError("output_dir: got an empty name, expected a folder such as outputs.")
     root = Path(output_dir)
     whole, folder = (Path(os.path.abspath(path)) for path in (pattern, root))
-    is_inside = Path.cwd().is_relative_to(folder)  # where relative patterns are of the root, as everywhere
+    is_inside = Path.cwd().is_relative_to(folder)  # there, relative patterns are below output_dir, too
     if whole.is_relative_to(folder) and (os.path.isabs(pattern) or not is_inside):
         pattern = "**" if whole == folder else str(whole.relative_to(folder))
     patterns = [pattern, f"{pattern.rstrip('/')}/*"]

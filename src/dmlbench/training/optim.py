@@ -190,11 +190,8 @@ def frozen(
             module.train(mode)
 
 
-def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module | None = None) -> None:
-    """Raise ConfigError if the groups contain all trainable parameters, or none; of the model's groups only if none."""
-    is_early, objective = objective is None, objective or nn.Module()
-    if is_early and not set(groups) <= {name for name, _ in model.named_children()} | {"head"}:
-        return  # groups of the loss, which is not built yet
+def check_warmup_groups(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
+    """Raise ConfigError if groups are given that contain no trainable parameter."""
     parameters = [p for module in (model, objective) for p in module.parameters() if p.requires_grad]
     with frozen(groups, model, objective):
         if groups and all(p.requires_grad for p in parameters):
@@ -202,7 +199,14 @@ def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module
                 f"fit.warmup_frozen: got {', '.join(groups)}, expected a group with trainable parameters. Set "
                 "fit.warmup_steps=0."
             )
-        if not is_early and not any(p.requires_grad for p in parameters):
+
+
+def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
+    """Raise ConfigError if the groups contain all trainable parameters, or none."""
+    check_warmup_groups(groups, model, objective)
+    parameters = [p for module in (model, objective) for p in module.parameters() if p.requires_grad]
+    with frozen(groups, model, objective):
+        if not any(p.requires_grad for p in parameters):
             raise ConfigError(
                 f"fit.warmup_frozen: got {', '.join(groups)}, which freezes every trainable parameter of the model "
                 "and loss. Remove a group or set fit.warmup_steps=0."

@@ -21,8 +21,8 @@ from dmlbench.data.readers import hugging_face as reader
 from dmlbench.data.readers.hugging_face import hugging_face
 from dmlbench.types import ConfigError, DataError, ImageTable
 
-pytest.importorskip("datasets")
-pa = pytest.importorskip("pyarrow")
+pytest.importorskip("datasets", reason="extra hf")
+pa = pytest.importorskip("pyarrow", reason="comes with datasets")
 pq = pytest.importorskip("pyarrow.parquet")
 
 CLASSES = ["cat", "AC/DC", "../up", "été"]

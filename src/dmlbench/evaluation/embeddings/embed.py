@@ -195,12 +195,12 @@ def read_embeddings(
         return load_embeddings(path)
     query = _arrays(path, parts, labels, "labels")
     others = None if gallery is None else _arrays(gallery, _read_arrays(gallery), gallery_labels, "gallery_labels")
+    query, others, names = _numbered(query, others)
     try:
         sets = sets_of_arrays(query, others)
     except RunError as error:
         files = path if gallery is None else f"{path}, {gallery}"
         raise RunError(f"{files}: {error}") from None
-    names = _class_names([query[1]] if others is None else [query[1], others[1]])
     return StoredEmbeddings(*sets, dict(BY_ORDER) if query[2] is None else {}, names)
 
 
@@ -265,7 +265,7 @@ def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet,
 
     Without ids, rows are numbered through both sets: no query is in the gallery.
     """
-    query, gallery = _numbered(query, gallery)
+    query, gallery, _ = _numbered(query, gallery)
     queries = _set_of(query, "query", first_id=0)
     if gallery is None:
         check_sets(queries, queries)
@@ -277,22 +277,15 @@ def sets_of_arrays(query: Arrays, gallery: Arrays | None) -> tuple[EmbeddingSet,
     return queries, others
 
 
-def _numbered(query: Arrays, gallery: Arrays | None) -> tuple[Arrays, Arrays | None]:
-    """The same with numbers for labels that are text."""
+def _numbered(query: Arrays, gallery: Arrays | None) -> tuple[Arrays, Arrays | None, list[str] | None]:
+    """The same with numbers for labels that are text, and the classes' sorted names; None for other labels."""
     given = [query[1]] if gallery is None else [query[1], gallery[1]]
-    if (names := _class_names(given)) is None:
-        return query, gallery
-    numbers = [np.searchsorted(names, np.asarray(labels)) for labels in given]
-    query = query[0], numbers[0], query[2]
-    return query, gallery and (gallery[0], numbers[1], gallery[2])
-
-
-def _class_names(labels: Sequence[Array]) -> list[str] | None:
-    """The sorted names of classes, by number; None unless all labels are text."""
-    arrays = [np.asarray(own) for own in labels if not isinstance(own, Tensor)]
-    if len(arrays) < len(labels) or any(own.dtype.kind != "U" or own.ndim != 1 for own in arrays):
-        return None
-    return [str(name) for name in np.unique(np.concatenate(arrays))]
+    names = [np.asarray(labels) for labels in given if not isinstance(labels, Tensor)]
+    if len(names) < len(given) or any(labels.dtype.kind != "U" or labels.ndim != 1 for labels in names):
+        return query, gallery, None
+    classes, numbers = np.unique(np.concatenate(names), return_inverse=True)
+    query = query[0], numbers[: len(names[0])], query[2]
+    return query, gallery and (gallery[0], numbers[len(names[0]) :], gallery[2]), classes.tolist()
 
 
 def _set_of(arrays: Arrays, name: str, *, first_id: int) -> EmbeddingSet:
