@@ -37,8 +37,8 @@ from dmlbench.models.net import MetricModel, PooledModel, make_model, pooled_cha
 from dmlbench.models.projection import Head
 from dmlbench.ranks import ONE, Ranks
 from dmlbench.runtime import autocast, derive_seed, seed_everything, shows_progress
-from dmlbench.training.fit import FitSettings
-from dmlbench.training.optim import OptimizerSettings, check_warmup_groups, make_optimizer, parameter_groups
+from dmlbench.training.fit import FitSettings, check_start
+from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
 
@@ -172,7 +172,7 @@ def use_feature_cache(
     check: Callable[[], None] = lambda: None,
     complete: Callable[..., None] = complete_cache,
 ) -> FeatureCache | None:
-    """Let the model take records of a feature cache in place of images; ``complete`` builds the cache if needed."""
+    """Let the model take records of a feature cache in place of images; ``complete`` builds it, now or before use."""
     settings: FeatureCacheSettings | None = component(cfg.feature_cache)
     if settings is None:
         return None
@@ -218,10 +218,10 @@ def use_feature_cache(
     def pooled_of(maps: torch.Tensor) -> torch.Tensor:
         assert isinstance(model, PooledModel)
         model.eval()
-        backbone.stored = spec[0] if stores_maps else None
+        backbone.stored, model.stored_pooled = spec[0] if stores_maps else None, False
         with autocast(device, precision):
             pooled = model.storable_features(maps.to(device))[:, :, None, None]
-        backbone.stored = None
+        backbone.stored, model.stored_pooled = None, True
         return pooled
 
     height, width = cfg.runtime.image_size
@@ -274,9 +274,7 @@ def use_feature_cache(
         cache = cache_of(content | own, "pooled", pooled_of(sample).shape[1])
     records = pooled if settings.level == "pooled" else rendered
     complete(cache, records, progress=shows_progress(), check=check, name=data.table.name)
-    if isinstance(model, PooledModel) and settings.level == "pooled":
-        model.stored_pooled = True
-    else:
+    if settings.level == "maps":
         backbone.stored = spec[0]
     return cache
 
@@ -470,7 +468,7 @@ def make_setup(
         seed: of the initial weights, for a training: its images are opened, too; None leaves the random state.
         check_data: called before the model is built.
         check: called regularly while images are prepared; exceptions propagate.
-        complete: builds a feature cache if it is missing; for dry runs.
+        complete: builds a feature cache if it is missing.
     """
     data = build_data(cfg)
     open_images = image_opener(cfg, data.table, device, check=check)
@@ -492,8 +490,6 @@ def make_setup(
 
         model = convert_sync_batchnorm(model)
     move(model, device, channels_last=settings.channels_last)
-    if seed is not None and settings.warmup_steps and not {"loss", "regularizer"} & {*settings.warmup_frozen}:
-        check_warmup_groups(settings.warmup_frozen, model, nn.Module())  # before hours of caching
     cache = use_feature_cache(cfg, data, model, open_images, device, check=check, complete=complete)
     choices: Any = OmegaConf.to_container(cfg.runtime.choices)
     return Setup(
@@ -528,14 +524,32 @@ def make_experiment(
     content = contents(cfg)
     OmegaConf.update(cfg, "runtime.content", content, force_add=True)
     seed = derive_seed(cfg.base_seed, cfg.fold, cfg.repeat)  # without the config, so that configs are compared in pairs
-    setup = make_setup(cfg, device, seed=seed, check=check, complete=complete, ranks=ranks)
+    caching: list[Callable[[], None]] = []
+
+    def later(*arguments: Any, **options: Any) -> None:
+        caching.append(functools.partial(complete, *arguments, **options))
+
+    setup = make_setup(cfg, device, seed=seed, check=check, complete=later, ranks=ranks)
     images = setup.images
     images = replace(images, random=True) if isinstance(images, FeatureView) else setup.open_images("train")
     objective = build_objective(cfg, setup.model).to(device)
     objective.check_labels(setup.data.class_index[setup.data.table.labels[setup.data.split.train]])
     optimizer, schedule = build_optimizer(cfg, setup.model, objective, plan)
+    settings = build_fit_settings(cfg, plan)
+    check_start(settings, schedule, setup.model, objective)
+    batches = build_train_batches(
+        cfg,
+        setup.data,
+        images,
+        seed=seed,
+        device=device,
+        second_views=objective.key_momentum is not None,
+        ranks=ranks,
+    )
+    for build in caching:  # takes up to hours: errors of the configuration come before
+        build()
     recipe: Any = OmegaConf.to_container(cfg.runtime.recipe, resolve=False)
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     identity, configuration = run_sha256(cfg), OmegaConf.to_yaml(cfg, resolve=True)
     run_id = hashlib.sha256("/".join([*run_dir.resolve().parts[-4:], identity]).encode()).hexdigest()[:16]
     of_logger = {"run_dir": run_dir, "run_id": run_id, "configuration": configuration}
@@ -547,23 +561,15 @@ def make_experiment(
     }
     if_any = {
         "recipe": {key: recipe[key] for key in _OF_RECIPE if key in recipe},
-        "variants": {key: value for key, value in flatten(settings).items() if key.endswith(".variant")},
+        "variants": {key: value for key, value in flatten(resolved).items() if key.endswith(".variant")},
         "weights_sha256": content.get("backbone.weights_file"),
         "code_sha256": {key.removeprefix("code."): sha for key, sha in content.items() if key.startswith("code.")},
     }
     return Experiment(
-        setup=replace(setup, settings=build_fit_settings(cfg, plan)),
+        setup=replace(setup, settings=settings),
         protocol=component(cfg.protocol),
         plan=plan,
-        batches=build_train_batches(
-            cfg,
-            setup.data,
-            images,
-            seed=seed,
-            device=device,
-            second_views=objective.key_momentum is not None,
-            ranks=ranks,
-        ),
+        batches=batches,
         objective=objective,
         optimizer=optimizer,
         schedule=schedule,

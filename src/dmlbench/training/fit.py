@@ -159,6 +159,14 @@ class FitResult:
         return is_better
 
 
+def check_start(settings: FitSettings, schedule: Any, model: nn.Module, objective: nn.Module) -> None:
+    """Raise ConfigError if the schedule minimizes the score, or the warm-up freezes all or nothing."""
+    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
+        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
+    if settings.warmup_steps:
+        check_warmup(settings.warmup_frozen, model, objective)
+
+
 def fit(
     model: MetricModel,
     objective: nn.Module,
@@ -196,10 +204,7 @@ def fit(
     """
     assert isinstance(model, nn.Module)
     stop = stop or StopSignal()
-    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != "max":
-        raise ConfigError(f"schedule.mode: got {schedule.mode}, expected max, as the monitored score is maximized.")
-    if settings.warmup_steps:
-        check_warmup(settings.warmup_frozen, model, objective)
+    check_start(settings, schedule, model, objective)
     ranks.copy_from_first((*model.parameters(), *model.buffers(), *objective.parameters(), *objective.buffers()))
     parts_of_state = {"model": model, "objective": objective, "optimizer": optimizer, "batches": batches}
     if schedule is not None:

@@ -190,8 +190,8 @@ def frozen(
             module.train(mode)
 
 
-def check_warmup_groups(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
-    """Raise ConfigError if groups are given that contain no trainable parameter."""
+def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
+    """Raise ConfigError if the groups contain all trainable parameters, or groups are given that contain none."""
     parameters = [p for module in (model, objective) for p in module.parameters() if p.requires_grad]
     with frozen(groups, model, objective):
         if groups and all(p.requires_grad for p in parameters):
@@ -199,13 +199,6 @@ def check_warmup_groups(groups: Collection[str], model: nn.Module, objective: nn
                 f"fit.warmup_frozen: got {', '.join(groups)}, expected a group with trainable parameters. Set "
                 "fit.warmup_steps=0."
             )
-
-
-def check_warmup(groups: Collection[str], model: nn.Module, objective: nn.Module) -> None:
-    """Raise ConfigError if the groups contain all trainable parameters, or none."""
-    check_warmup_groups(groups, model, objective)
-    parameters = [p for module in (model, objective) for p in module.parameters() if p.requires_grad]
-    with frozen(groups, model, objective):
         if not any(p.requires_grad for p in parameters):
             raise ConfigError(
                 f"fit.warmup_frozen: got {', '.join(groups)}, which freezes every trainable parameter of the model "
