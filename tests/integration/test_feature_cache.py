@@ -288,7 +288,7 @@ def test_a_test_on_cached_maps_is_ranked_again_as_on_images(tmp_path: Path) -> N
         (["backbone.frozen_until=all", "fit.warmup_steps=5", "fit.warmup_frozen=[backbone]"], "fit.warmup_frozen"),
         (["backbone.frozen_until=all", *MAPS, "fit.warmup_steps=5"], "fit.warmup_frozen: got backbone, pooling, exp"),
         (["backbone.frozen_until=all", *MAPS, "regularizer=xml"], "regularizer 'xml' needs the pooling's side output"),
-        (["backbone.frozen_until=all", *POOLED, "regularizer=xml"], "'xml' needs feature maps. Set feature_cache.level"),
+        (["backbone.frozen_until=all", *POOLED, "regularizer=xml"], "'xml' needs feature maps. Set feature_cache"),
         (["backbone.frozen_until=all", *MAPS, "schedule=plateau", "schedule.mode=min"], "schedule.mode: got min"),
     ],
 )

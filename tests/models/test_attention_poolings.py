@@ -24,13 +24,23 @@ def pixels(image: Tensor) -> list[Tensor]:
 
 
 def naive_delf(pooling: Delf, image: Tensor) -> tuple[Tensor, list[float]]:
+    """Neighbors outside the map count as 0."""
     total, scores = torch.zeros_like(image[:, 0, 0]), []
     assert pooling.hidden.bias is not None and pooling.score.bias is not None
-    for feature in pixels(image):
-        hidden = (pooling.hidden.weight[:, :, 0, 0] @ feature + pooling.hidden.bias).clamp(min=0)
-        score = torch.log1p(torch.exp(pooling.score.weight.flatten() @ hidden + pooling.score.bias))[0]
-        scores.append(score.item())
-        total = total + score * feature
+    _, height, width = image.shape
+    size = pooling.hidden.weight.shape[2]
+    for row in range(height):
+        for column in range(width):
+            hidden = pooling.hidden.bias
+            for i in range(size):
+                for j in range(size):
+                    y, x = row + i - size // 2, column + j - size // 2
+                    if 0 <= y < height and 0 <= x < width:
+                        hidden = hidden + pooling.hidden.weight[:, :, i, j] @ image[:, y, x]
+            logit = pooling.score.weight.flatten() @ hidden.clamp(min=0) + pooling.score.bias
+            score = torch.log1p(torch.exp(logit))[0]
+            scores.append(score.item())
+            total = total + score * image[:, row, column]
     return total / (len(scores) if pooling.variant == "official" else 1), scores
 
 
@@ -116,7 +126,7 @@ def naive_k_max(pooling: KMax, image: Tensor) -> tuple[Tensor, None]:
 
 NAIVE: list[tuple[Pooling, Callable[..., tuple[Tensor, list[float] | None]]]] = [
     (Delf(5, num_filters=7), naive_delf),
-    (Delf(5, num_filters=7, variant="paper"), naive_delf),
+    (Delf(5, num_filters=7, conv_size=3, variant="paper"), naive_delf),
     (Cbam(5, channel_reduction=2), naive_cbam),
     (Crow(), naive_crow),
     (Crow(variant="paper", epsilon=1e-6), naive_crow),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from small_models import avsl_distance, avsl_rows
+from small_models import avsl_distance, avsl_rows, randn
 
 from dmlbench.models.avsl import AvslHead
 from dmlbench.models.avsl_distance import AvslDistance
@@ -207,6 +207,36 @@ def test_the_certainty_of_the_paper_is_the_spread_of_the_unit_map():
         unit = u / u.norm(dim=2, keepdim=True)
         expected = (unit - unit.mean(2, keepdim=True)).square().mean(2).sqrt()
         assert_allclose(certainties[:, level].detach(), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("variant", "size"), [("official", (3, 5)), ("paper", (3, 4))])
+def test_maps_for_the_edges_are_averaged_to_one_size_and_of_unit_length(variant, size):
+    lower, higher = randn(2, 3, 6, 4), randn(2, 4, 3, 5, seed=1)
+    head = AvslHead([3, 4], num_levels=2, level_size=3, top_k=2, variant=variant).double()
+    side = head([lower, higher]).side
+    for name, u in zip(("lower_1", "higher_1"), head.activations([lower, higher]), strict=True):
+        (height, width), (rows, columns) = u.shape[2:], size
+        for b, i in np.ndindex(2, 3):
+            expected = []
+            for y, x in np.ndindex(size):  # cells of adaptive average pooling, which may overlap
+                top, bottom = y * height // rows, math.ceil((y + 1) * height / rows)
+                left, right = x * width // columns, math.ceil((x + 1) * width / columns)
+                expected.append(float(u[b, i, top:bottom, left:right].mean()))
+            assert_allclose(side[name][b, i], np.array(expected) / np.linalg.norm(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_a_learned_certainty_is_a_weighted_sum_of_the_unit_map():
+    maps = [randn(2, 3, 4, 2), randn(2, 4, 2, 3, seed=1)]
+    sizes = [(4, 2), (2, 3)]
+    head = AvslHead([3, 4], num_levels=2, level_size=5, top_k=2, reliability="learned", map_sizes=sizes).double()
+    _, certainties = head.make_distance().levels(head(maps).embedding.detach())
+    for level, activation in enumerate(head.activations(maps)):
+        weights = head.certainty_weights[level].detach()
+        for b, i in np.ndindex(2, 5):
+            u = activation[b, i].flatten().tolist()
+            length = math.sqrt(sum(value**2 for value in u))
+            expected = sum(float(w) * value / length for w, value in zip(weights, u, strict=True))
+            assert_allclose(float(certainties[b, level, i]), expected, rtol=1e-10)
 
 
 def test_learned_certainties_get_gradients_of_the_distance_and_the_network_does_not():

@@ -94,6 +94,12 @@ def test_solar_equals_a_naive_loop_on_a_map_that_is_not_square(channel_reduction
     expected = pooling.gem(enhanced, nn.Identity()).embedding
     torch.testing.assert_close(pooled.embedding, expected, atol=1e-10, rtol=1e-8)
     torch.testing.assert_close(pooled.side["weights"].flatten(1), weights, atol=1e-12, rtol=1e-10)
+    shares = torch.zeros(2, 12, dtype=x.dtype)  # of GeM over the enhanced map
+    for image in range(2):
+        for channel in enhanced[image].flatten(1):
+            powers = [max(value.item(), 1e-6) ** pooling.gem.power.item() for value in channel]
+            shares[image] += torch.tensor([power / sum(powers) / 5 for power in powers], dtype=x.dtype)
+    torch.testing.assert_close(pooling.contributions(x, nn.Identity()).flatten(1), shares, atol=1e-10, rtol=1e-8)
 
 
 def test_solar_of_the_paper_starts_as_gem() -> None:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import POOLINGS, make_pooling
+from small_models import CHANNELS, POOLINGS, make_pooling, randn
 from torch import Tensor, nn
 
 from dmlbench.models.pooling.base import Pooled, Pooling
 from dmlbench.models.pooling.gap_histogram import GapHistogram
 from dmlbench.models.pooling.global_pooling import Gap, Gmp
-from dmlbench.models.pooling.gsp import Gsp
+from dmlbench.models.pooling.gsp import Gsp, PrototypePooling
 from dmlbench.models.pooling.netvlad import NetVlad
 from dmlbench.models.pooling.otp import Otp, balanced_plan
 from dmlbench.models.pooling.sliced_wasserstein import SlicedWasserstein
@@ -18,7 +18,9 @@ from dmlbench.models.projection import Projection
 
 
 def outputs(pooled: Pooled) -> Tensor:
-    return torch.cat([pooled.embedding] + [pooled.side[k] for k in ("histogram",) if k in pooled.side], dim=1)
+    """The embedding, then the side outputs: histogram, its reconstruction by the prototypes, weights of the pixels."""
+    names = [name for name in ("histogram", "reconstruction", "weights") if name in pooled.side]
+    return torch.cat([pooled.embedding] + [pooled.side[name].flatten(1) for name in names], dim=1)
 
 
 def clip(v: Tensor) -> Tensor:
@@ -36,11 +38,36 @@ def naive_transport(pixels: Tensor, prototypes: Tensor, ratio: float, smoothing:
     return rho, scale * kernel * rho
 
 
-def naive_gsp(pooling: Gsp, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
-    """``image`` [HW, C] and its projected ``pixels`` [HW, D]; embedding, then histogram."""
-    n = len(pixels)
+def naive_gsp_mass(pooling: Gsp, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [n] and histogram [m]."""
     rho, plan = naive_transport(pixels, pooling.prototypes, pooling.transport_ratio, pooling.smoothing)
-    mass = rho / (1 - 0.3) if pooling.weighting == "residual" else (1 / n - rho) / 0.3
+    mass = rho / (1 - 0.3) if pooling.weighting == "residual" else (1 / len(pixels) - rho) / 0.3
+    return mass, plan.sum(dim=1) / 0.3
+
+
+def naive_gsp_shares(pooling: Gsp, image: Tensor, mass: Tensor) -> Tensor:
+    """Contributions [n] of the pixels ``image`` [n, C] with weights [n]."""
+    if pooling.combine is None:
+        return mass
+    shares = torch.zeros_like(mass)
+    for values in image.T:
+        weighted = len(mass) * mass * values
+        if pooling.combine == "gem":
+            powers = weighted.clamp(min=1e-6) ** pooling.power.flatten()
+            shares = shares + powers / powers.sum() / image.shape[1]
+        else:
+            shares[(values if pooling.combine == "gmp" else weighted).argmax()] += 1 / image.shape[1]
+    return (shares + mass) / 2 if pooling.combine == "gmp" else shares
+
+
+def naive_reconstruction(histogram: Tensor, prototypes: Tensor) -> Tensor:
+    return torch.stack([share * nu for share, nu in zip(histogram, prototypes, strict=True)]).sum(dim=0)
+
+
+def naive_gsp(pooling: Gsp, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    """``image`` [HW, C] and its projected ``pixels`` [HW, D]; the order of ``outputs``."""
+    n = len(pixels)
+    mass, histogram = naive_gsp_mass(pooling, pixels)
     if pooling.combine == "gem":
         power = pooling.power.flatten()
         powers = torch.stack([(n * mass[j] * image[j]).clamp(min=1e-6) ** power for j in range(n)])
@@ -51,13 +78,14 @@ def naive_gsp(pooling: Gsp, image: Tensor, pixels: Tensor, weight: Tensor) -> Te
         pooled = torch.stack([mass[j] * pixels[j] for j in range(n)]).sum(dim=0)
     if pooling.combine == "gmp":
         pooled = pooled + weight @ image.amax(dim=0)
-    return torch.cat([pooled, plan.sum(dim=1) / 0.3])
+    return torch.cat([pooled, histogram, naive_reconstruction(histogram, pooling.prototypes), mass])
 
 
 def naive_histogram(pooling: GapHistogram, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
     points = [clip(f) if pooling.variant == "official" else f for f in pixels]
     shares = [torch.softmax(torch.stack([10 * nu @ g for nu in pooling.prototypes]), dim=0) for g in points]
-    return torch.cat([weight @ image.mean(dim=0), torch.stack(shares).mean(dim=0)])
+    histogram = torch.stack(shares).mean(dim=0)
+    return torch.cat([weight @ image.mean(dim=0), histogram, naive_reconstruction(histogram, pooling.prototypes)])
 
 
 def naive_vlad(pooling: NetVlad, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
@@ -74,7 +102,8 @@ def naive_vlad(pooling: NetVlad, image: Tensor, pixels: Tensor, weight: Tensor) 
     return whole / whole.norm() if pooling.variant == "paper" else whole
 
 
-def naive_otp(pooling: Otp, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+def naive_otp_plan(pooling: Otp, pixels: Tensor) -> Tensor:
+    """[m, n]"""
     m, n = len(pooling.prototypes), len(pixels)
     cost = torch.stack([torch.stack([(clip(p) - clip(f)).norm() for f in pixels]) for p in pooling.prototypes])
     kernel = torch.exp(-pooling.smoothing * cost)
@@ -82,7 +111,12 @@ def naive_otp(pooling: Otp, image: Tensor, pixels: Tensor, weight: Tensor) -> Te
     for _ in range(pooling.iterations):
         v = 1 / n / (kernel.T @ u)
         u = 1 / m / (kernel @ v)
-    plan = u[:, None] * kernel * (1 / n / (kernel.T @ u))
+    return u[:, None] * kernel * (1 / n / (kernel.T @ u))
+
+
+def naive_otp(pooling: Otp, image: Tensor, pixels: Tensor, weight: Tensor) -> Tensor:
+    m, n = len(pooling.prototypes), len(pixels)
+    plan = naive_otp_plan(pooling, pixels)
     return m**0.5 * torch.cat([sum((plan[i, j] * pixels[j] for j in range(n)), torch.zeros(2)) for i in range(m)])
 
 
@@ -117,6 +151,9 @@ def test_values_and_gradients_equal_a_naive_loop(name: str, height: int, width: 
     if isinstance(pooling, SlicedWasserstein):  # references that are out of order
         with torch.no_grad():
             pooling.references.copy_(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
+    if isinstance(pooling, PrototypePooling):  # prototypes longer than 1, which only the cost clips
+        with torch.no_grad():
+            pooling.prototypes.mul_(1.5)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 8, height, width, dtype=torch.float64, generator=generator).requires_grad_()
     names = [n for n, _ in pooling.named_parameters()]
@@ -135,6 +172,36 @@ def test_values_and_gradients_equal_a_naive_loop(name: str, height: int, width: 
             assert (one is None or not one.any()) and (other is None or not other.any()), label
         else:
             assert (one - other).abs().max() < 1e-8, label
+
+
+@pytest.mark.parametrize("name", ["gsp", "gsp_residual", "gsp_gmp", "gsp_weighted_gmp", "gsp_gem"])
+def test_contributions_of_gsp_equal_a_naive_loop(name: str) -> None:
+    pooling, project = make_pooling(name, (3, 4))
+    pooling, project = pooling.double(), project.double()
+    assert isinstance(pooling, Gsp)
+    x = randn(2, CHANNELS, 3, 4, seed=2)
+    shares = pooling.contributions(x, project).flatten(1)
+    for found, image in zip(shares, x.flatten(2).transpose(1, 2), strict=True):
+        mass, _ = naive_gsp_mass(pooling, image @ project.weight.T)
+        expected = naive_gsp_shares(pooling, image, mass)
+        torch.testing.assert_close(found.double(), expected, atol=1e-7, rtol=1e-6)  # shares of maxima are float32
+
+
+def test_otp_shows_where_its_plan_takes_mass_from_and_which_prototype_takes_most() -> None:
+    pooling, project = make_pooling("otp", (3, 4))
+    pooling, project = pooling.double(), project.double()
+    assert isinstance(pooling, Otp)
+    x = randn(2, CHANNELS, 3, 4, seed=2)
+    shares, found = pooling.contributions(x, project), pooling.nearest_prototypes(x, project)
+    assert found is not None and found.shape == (2, 3, 4)
+    nearest = []
+    for b, image in enumerate(x.flatten(2).transpose(1, 2)):
+        pixels = image @ project.weight.T
+        plan = naive_otp_plan(pooling, pixels).detach()
+        torch.testing.assert_close(shares[b].flatten(), plan.sum(dim=0).float())
+        assert found[b].flatten().tolist() == [int(column.argmax()) for column in plan.T]
+        nearest += [int(torch.stack([(clip(p) - clip(f)).norm() for p in pooling.prototypes]).argmin()) for f in pixels]
+    assert found.flatten().tolist() != nearest  # equal masses of the prototypes move some pixels elsewhere
 
 
 @pytest.mark.parametrize("combine", ["gmp", "weighted_gmp"])
