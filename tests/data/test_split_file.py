@@ -25,9 +25,8 @@ def table(names: tuple[str, ...] = NAMES) -> ImageTable:
 
 def split(**changes: Any) -> dict[str, Any]:
     train, test = ["Ram C/V Cargo Van", "Fiat 500", "BMW X6", "Acura TL"], ["Audi 100", "Volvo C30"]
-    fitted, validation = validation_part(train)
     own = {"name": "1", "kind": "exchanged", "distance": 2.5, "train": train, "test": test}
-    return own | {"fitted": list(fitted), "validation": list(validation)} | changes
+    return own | {"fitted": ["Ram C/V Cargo Van", "Fiat 500", "BMW X6"], "validation": ["Acura TL"]} | changes
 
 
 def written(folder: Path, *splits: dict[str, Any], **changes: Any) -> Path:
@@ -59,6 +58,14 @@ def test_selection_on_validation_classes_leaves_the_test_half_alone(tmp_path: Pa
     without = written(tmp_path, split(fitted=[], validation=[]))
     with pytest.raises(ConfigError, match=r"has no validation classes\. Use select_on=official_test"):
         Oodml(str(without), select_on="val").split(table(), fold=0)
+
+
+@pytest.mark.parametrize(
+    ("train", "fitted", "validation"),
+    [("abc", "abc", ""), ("abcd", "abc", "d"), ("abcdefghij", "abcdefgh", "ij"), ("dcbahgfe", "dcbahg", "fe")],
+)
+def test_the_last_quarter_of_the_train_classes_validates(train: str, fitted: str, validation: str) -> None:
+    assert validation_part(train) == (tuple(fitted), tuple(validation))
 
 
 def test_pickles_of_the_study_are_read_and_names_found_without_punctuation(tmp_path: Path) -> None:

@@ -167,6 +167,21 @@ def test_settings_of_proxynca_pp_are_scikit_learns_of_its_time() -> None:
     assert np.array_equal(kmeans(rows, 6, dataclasses.replace(PROXYNCA_PP, seed=2)), theirs)
 
 
+@pytest.mark.parametrize(("seed", "max_steps"), [(0, 1), (3, 5)])
+def test_faiss_takes_so_many_steps_over_all_rows_from_the_rows_that_the_seed_draws(seed: int, max_steps: int) -> None:
+    """Against a loop of Lloyd's algorithm. By default, faiss would sample 1,024 of the 1,200 rows."""
+    faiss = pytest.importorskip("faiss", reason="extra faiss-cpu")
+    rows = np.random.default_rng(0).uniform(size=(1200, 2)).astype(np.float32)
+    start = faiss.Kmeans(2, 4, niter=0, seed=seed, max_points_per_centroid=1200)
+    start.train(rows)
+    centers = start.centroids.astype(np.float64)
+    for step in range(max_steps + 1):
+        nearest = ((rows[:, None] - centers) ** 2).sum(axis=2).argmin(axis=1)
+        if step < max_steps:
+            centers = np.stack([rows[nearest == i].mean(axis=0, dtype=np.float64) for i in range(4)])
+    assert np.array_equal(kmeans(rows, 4, KmeansSettings(seed, "faiss", max_steps=max_steps)), nearest)
+
+
 @pytest.mark.parametrize("library", ["faiss", "scikit-learn"])
 def test_more_starts_and_steps_and_kmeans_plus_plus_find_tighter_clusters(library: str) -> None:
     if library == "faiss":

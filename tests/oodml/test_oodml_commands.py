@@ -4,20 +4,28 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
+from oodml_runs import small_run
 from PIL import Image
 from safetensors.numpy import load_file, save_file
+from written_runs import write_run
 
+from dmlbench.apps.loading import load_run
 from dmlbench.cli.main import main
 from dmlbench.config import compose
 from dmlbench.data.readers.glyphs import glyphs
 from dmlbench.data.split_file import read_splits
+from dmlbench.evaluation.spec import EvaluationSpec
 from dmlbench.identity import config_id
+from dmlbench.models.resnet_cifar import ResNet20
+from dmlbench.oodml import scores
 from dmlbench.results.aggregate import aggregate_config, read_aggregate
 from dmlbench.results.rules import area_under
 from dmlbench.results.store import find_runs, read_result, runs_by_config
 from dmlbench.runner import run
-from dmlbench.runtime import read_json
+from dmlbench.runtime import read_json, seed_everything, write_json
 
 DATA = ["dataset=glyphs", "dataset.table.num_classes=16", "dataset.table.images_per_class=5", "device=cpu",
         "dataset.table.image_size=24"]  # fmt: skip
@@ -86,6 +94,22 @@ def test_kept_features_of_another_shape_are_computed_again(folder: Path) -> None
     assert dmlbench("oodml", "splits", *SPLITS, *places(folder), "points=0") == 0
     assert splits_of(folder).read_bytes() == before
     np.testing.assert_array_equal(load_file(kept)["rows"], features["rows"])
+
+
+def test_features_are_means_over_all_positions_of_the_last_map(folder: Path) -> None:
+    (file,) = (folder / "cache" / "features").iterdir()
+    pixels = glyphs(num_classes=16, images_per_class=5, image_size=24, cache_dir=f"{folder}/cache").pixels
+    images = torch.from_numpy(np.repeat(pixels[:, None], 3, axis=1))
+    seed_everything(0)
+    backbone = ResNet20(stem_stride=2).eval()
+    with torch.no_grad():
+        maps = backbone(backbone.preprocess(images))[-1].double().numpy()
+    assert maps.shape == (80, 64, 3, 3)
+    total = np.zeros((80, 64))
+    for i in range(3):
+        for j in range(3):
+            total += maps[:, :, i, j]
+    np.testing.assert_allclose(load_file(file)["rows"], total / 9, rtol=1e-5, atol=1e-6)
 
 
 def test_given_splits_are_measured_as_they_were_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +232,47 @@ def test_a_model_is_tested_on_other_data(folder: Path, capsys: pytest.CaptureFix
     assert "glyphs -> glyphs" in capsys.readouterr().out
 
 
+def by_loops(rows: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """R@1 and MAP@R of each item against all others, by cosine."""
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    hits, precision = [], []
+    for q in range(len(unit)):
+        others = [i for i in np.argsort(-unit @ unit[q]) if i != q]
+        number = sum(labels[i] == labels[q] for i in others)
+        right = [labels[i] == labels[q] for i in others[:number]]
+        hits.append(right[0])
+        precision.append(sum(right[k] * sum(right[: k + 1]) / (k + 1) for k in range(number)) / number)
+    return {"recall_at_1": float(np.mean(hits)), "map_at_r": float(np.mean(precision))}
+
+
+def test_a_model_embeds_the_images_of_another_data_set_as_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its own transform, which crops nothing, while the features of the command's backbone are of crops."""
+    directory = small_run(tmp_path)
+    data = ["dataset=glyphs", "dataset.table.num_classes=12", "dataset.table.images_per_class=5", "device=cpu",
+            "dataset.table.image_size=32", "dataset.table.seed=1", "transform=mlrc", "transform.eval.resize=24",
+            "transform.eval.crop=20", "backbone=resnet20_small", "num_workers=0", *places(tmp_path)]  # fmt: skip
+    named = [f"runs={directory}", f"output={tmp_path}/a.json", "metrics=[recall_at_1,map_at_r]"]
+    assert dmlbench("oodml", "transfer", *data, *named) == 0
+    (file,) = (tmp_path / "cache" / "features").iterdir()
+    table = glyphs(num_classes=12, images_per_class=5, image_size=32, seed=1, cache_dir=f"{tmp_path}/cache")
+    test = table.role == "test"
+    labels, images = table.labels[test], torch.from_numpy(np.repeat(table.pixels[test][:, None], 3, axis=1))
+    with torch.no_grad():
+        model = load_run(directory, {"num_workers": 0}, device="cpu").model
+        embeddings = model(images).embedding.double().numpy()
+    rows = read_json(tmp_path / "a.json")["rows"]
+    assert [row["trained_on"] for row in rows] == ["glyphs", "as it is"]
+    printed = capsys.readouterr().out.splitlines()
+    for row, line, vectors in zip(rows, printed[1:], (embeddings, load_file(file)["rows"][test]), strict=False):
+        expected = by_loops(vectors, labels)
+        assert row["scores"] == pytest.approx(expected)
+        percent = [100 * expected[name] for name in ("recall_at_1", "map_at_r")]
+        assert [float(score) for score in line.split()[-2:]] == pytest.approx(percent, abs=0.006)
+    assert rows[0]["scores"] != rows[1]["scores"]
+
+
 def test_the_config_hash_includes_the_contents_of_the_split_file(folder: Path, tmp_path: Path) -> None:
     copied = tmp_path / "elsewhere.json"
     copied.write_bytes(splits_of(folder).read_bytes())
@@ -227,6 +292,55 @@ def test_the_config_hash_includes_the_contents_of_the_split_file(folder: Path, t
 def test_areas_have_a_closed_form() -> None:
     assert area_under([1.0, 0.5], [3, 8]) == pytest.approx(0.75)
     assert area_under([[1.0, 0.5, 0.0], [1, 1, 1]], [10, 15, 20]).tolist() == [0.5, 1.0]
+
+
+def write_runs_over_splits(root: Path) -> None:
+    """Two repeats of three splits, whose order in the file is not the order of their distances: b, c, a."""
+    splits = [("a", 8.0, (0.2, 0.4)), ("b", 2.0, (0.6, 0.8)), ("c", 4.0, (0.5, 0.5))]
+    for fold, (name, distance, recall) in enumerate(splits):
+        facts = {"split": name, "kind": "exchanged", "distance": distance, "distance_by": "a ruler"}
+        for repeat in (0, 1):
+            path = root / "out" / "glyphs" / "oodml" / "config-1" / f"fold{fold}_rep{repeat}"
+            write_run(
+                path, "fit: {max_steps: 1}\n", protocol="oodml", aggregation="over_splits", num_folds=3, num_repeats=2,
+                facts=facts, metrics={"test": {"recall_at_1": recall[repeat]}}, monitor="recall_at_1",
+            )  # fmt: skip
+
+
+# trapezoids at distances 2, 4, 8, which are 0, 1/3 and 1 of the way
+AREAS = [0.55 / 3 + 0.35 * 2 / 3, 0.65 / 3 + 0.45 * 2 / 3]
+
+
+def test_areas_are_under_splits_in_the_order_of_their_distances(tmp_path: Path) -> None:
+    write_runs_over_splits(tmp_path)
+    summary = aggregate_config(find_runs(tmp_path / "out"), EvaluationSpec(metrics=("recall_at_1",)), progress=False)
+    area, by_split = summary["scores"]["AGS"]["recall_at_1"], summary["by_split"]
+    assert area == pytest.approx({"mean": np.mean(AREAS), "std": abs(AREAS[1] - AREAS[0]) / 2})
+    assert [(own["split"], own["distance"]) for own in by_split] == [("b", 2.0), ("c", 4.0), ("a", 8.0)]
+    assert [own["scores"]["recall_at_1"]["mean"] for own in by_split] == pytest.approx([0.7, 0.5, 0.3])
+
+
+def test_tables_and_figures_have_percent_over_ascending_distances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_runs_over_splits(tmp_path)
+    curve = [{"split": name, "distance": at, "scores": {"recall_at_1": value}}
+             for name, at, value in (("b", 2.0, 0.1), ("c", 4.0, 0.2), ("a", 8.0, 0.05))]  # fmt: skip
+    document = {"dataset": "glyphs", "network": "net", "notes": [], "by_split": curve, "AGS": {"recall_at_1": 0.125}}
+    write_json(tmp_path / "frozen.json", document)
+    figures = []
+    monkeypatch.setattr(scores, "save_figure", lambda figure, path: figures.append(figure))
+    given = ["metrics=recall_at_1", f"frozen={tmp_path}/frozen.json", "name=a"]
+    assert dmlbench("oodml", "scores", *places(tmp_path)[:1], *given) == 0
+    table = pd.read_csv(tmp_path / "out" / "tables" / "a.csv")
+    means = table.filter(regex=" mean$")
+    assert means.columns.tolist() == [f"R@1 {head} mean" for head in ("b (2.0)", "c (4.0)", "a (8.0)", "AGS")]
+    trained, frozen = [70, 50, 30, 100 * np.mean(AREAS)], [10, 20, 5, 12.5]
+    np.testing.assert_allclose(means, [trained, frozen])
+    top = figures[0].axes[0]
+    np.testing.assert_allclose([line.get_xdata() for line in top.lines], [[2, 4, 8]] * 2)
+    np.testing.assert_allclose([line.get_ydata() for line in top.lines], [trained[:3], frozen[:3]])
+    assert figures[1].axes[0].patches[0].get_height() == pytest.approx(trained[3])
 
 
 @pytest.mark.fast_sample(3)

@@ -11,11 +11,13 @@ from torch import nn
 
 from dmlbench.apps.pictures import plt
 from dmlbench.config import compose
+from dmlbench.identity import read_table
 from dmlbench.models.pooling.gem import Gem
 from dmlbench.models.pooling.global_pooling import Gap, Gmp
+from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.results.store import find_runs, read_result
 from dmlbench.runner import run
-from dmlbench.runtime import read_json
+from dmlbench.runtime import read_json, seed_everything
 from dmlbench.studies import gsp_values, object_size, untrained_poolings
 from dmlbench.studies.record import conduct_study
 from dmlbench.types import DataError
@@ -95,6 +97,23 @@ def test_untrained_poolings_in_miniature(tmp_path: Path) -> None:
     findings, _ = conduct_study("untrained_poolings", args, untrained_poolings.conduct)
     assert [row[0] for row in findings.rows] == ["gap", "gmp", "gap_gmp", "gem", "k_max"]
     assert "R@1 45.0 with GAP, 53.1 with GMP" in findings.claims[0].paper
+    # the first two rows by loops over the queries
+    table = read_table(args.dataset["table"])
+    seed_everything(args.seed)
+    backbone = ResNet20(stem_stride=2).eval()
+    with torch.no_grad():
+        images = torch.from_numpy(np.repeat(table.pixels[:, None], 3, axis=1))
+        maps = backbone(backbone.preprocess(images))[-1].double().numpy()
+    labels = table.labels[table.role == "test"]
+    for row, pooled in zip(findings.rows, (maps.mean(axis=(2, 3)), maps.max(axis=(2, 3))), strict=False):
+        rows = pooled[table.role == "test"]
+        unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        order = [[i for i in np.argsort(-unit @ one) if i != q] for q, one in enumerate(unit)]
+        right = [[labels[i] == labels[q] for i in others] for q, others in enumerate(order)]
+        recall = [np.mean([any(hits[:k]) for hits in right]) for k in (1, 2, 4, 8)]
+        map_at_r = np.mean([sum(hits[k] * sum(hits[: k + 1]) / (k + 1) for k in range(3)) / 3 for hits in right])
+        percent = [100 * score for score in (*recall, map_at_r)]
+        assert [float(score) for score in row[1:]] == pytest.approx(percent, abs=0.006)
 
 
 def test_hits_are_grouped_by_the_share_of_the_box() -> None:
