@@ -40,7 +40,7 @@ from dmlbench.runtime import autocast, derive_seed, seed_everything, shows_progr
 from dmlbench.training.fit import FitSettings, check_start
 from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter_groups
 from dmlbench.training.stage_plan import Plan, replayed
-from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten
+from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten, nodes
 
 _CACHE_BATCH = 64
 """Images that a feature cache is built from at once; another number would move features by rounding."""
@@ -326,6 +326,13 @@ def needs_map_size(cfg: DictConfig) -> bool:
 
 def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     """Loss, miner and regularizers."""
+    for path, node in nodes(OmegaConf.to_container(cfg.loss, resolve=True), "loss"):
+        size = node.get("embedding_size", model.embedding_size) if isinstance(node, dict) else model.embedding_size
+        if size != model.embedding_size:
+            raise ConfigError(
+                f"{path}.embedding_size: got {size}, expected {model.embedding_size}, the size of the embedding. Leave "
+                "it out, or set head.out_features."
+            )
     regularizers, mixing = build_regularizers(cfg)
     of_pairs: dict[str, Any] = {}
     of_loss: dict[str, Any] = {}

@@ -13,16 +13,19 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dmlbench.build import build_distance, build_rerank, needs_map_size, takes_directions, takes_distance
 from dmlbench.components import check_components, check_periods, component, declared, imported, parameters_of
 from dmlbench.config import schema_of
+from dmlbench.data.batches.loaders import check_workers
 from dmlbench.evaluation.evaluate import check_distance_supports, check_libraries
 from dmlbench.evaluation.search.rerank import check_shortlist
 from dmlbench.identity import NOT_PART_OF_RUN_HASH, is_untrained
 from dmlbench.models.avsl_distance import BorrowedDistance
 from dmlbench.models.closed_form import ClosedForm
+from dmlbench.runtime import check_device
 from dmlbench.types import (
     ConfigError,
     check_at_least,
     check_choice,
     check_file_name,
+    check_output_dir,
     closest,
     how_to_install,
     is_within,
@@ -154,6 +157,9 @@ def check_values(cfg: DictConfig) -> None:
             elif isinstance(node, dict) and str(node.get("_target_")).startswith("pytorch_metric_learning."):
                 _check_of_pml(path, node)
     check_at_least(1, eval_batch_size=cfg.eval_batch_size)
+    check_device(cfg.device)
+    check_workers(cfg.num_workers)
+    check_output_dir(cfg.paths.output_dir)
     protocol.check_fold(cfg.fold)
     if cfg.repeat < 0:
         raise ConfigError(f"repeat: got {cfg.repeat}, expected 0 or more.")

@@ -10,6 +10,7 @@ import os
 import pickle
 import platform
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -98,6 +99,12 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal.tolist()), gauss_next))
 
 
+def check_device(name: str) -> None:
+    """Raise ConfigError unless ``select_device`` knows the name, whether or not there is such a device."""
+    if not re.fullmatch(r"auto|free|cpu|cuda(:(0|[1-9][0-9]*))?", name):
+        raise ConfigError(f"device: got '{name}', expected auto, free, cpu or cuda[:N].")
+
+
 def select_device(name: str) -> torch.device:
     """``auto`` is the first CUDA device where there is one, else the CPU; ``free`` one that no process has.
 
@@ -107,12 +114,8 @@ def select_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "free":
         return _free_gpu()[0]
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: got '{name}', expected auto, free, cpu or cuda[:N].") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: got '{name}', expected auto, free, cpu or cuda[:N].")
+    check_device(name)
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device: got '{name}', but torch sees {torch.cuda.device_count()} CUDA devices. Set device=auto or cpu."

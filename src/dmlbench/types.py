@@ -329,6 +329,12 @@ def missing_module(module: str, part: str, config_dir: object = None) -> str:
     )
 
 
+def check_output_dir(output_dir: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if the name of the folder is empty."""
+    if not str(output_dir).strip():
+        raise ConfigError("paths.output_dir: got '', expected a folder, such as outputs.")
+
+
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
     """Raise ConfigError unless ``value``, given as ``name``, is one of ``known``."""
     if value not in known:

@@ -45,6 +45,12 @@ def hydra_takes(command: str, *arguments: str) -> list[str]:
         (["fit.max_steps=${head.outfeatures}"], "which has no value: did you mean 'head.out_features'?"),
         (["regularizer=xml_recursive"], "num_prototypes: got ${pooling.num_prototypes}, which has no value: dmlbench."),
         (["paths.output_dir="], "paths.output_dir: got '', expected a folder"),
+        (["--dry-run", "paths.output_dir="], "paths.output_dir: got '', expected a folder"),
+        (["--dry-run", "device=gpu"], "device: got 'gpu', expected auto, free, cpu or cuda[:N]."),
+        (["--dry-run", "num_workers=-1"], "num_workers: got -1, expected 0 to 256"),
+        (["regularizer=[zsr,zrs]"], "regularizer=zrs is unknown: did you mean 'zsr'?"),
+        (["optim=5"], "optim=5: expected the name of one optim, such as optim=adam"),
+        (["miner=2"], "miner=2: expected the name of one miner, such as miner="),
     ],
 )
 def test_a_mistake_is_one_line_before_data_is_read(command, tmp_path, monkeypatch, arguments, message) -> None:

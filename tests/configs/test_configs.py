@@ -396,6 +396,14 @@ def test_backbone_without_weights_says_how_to_place_the_file() -> None:
         build.build_model(compose("train", ["backbone=bn_inception", f"backbone.weights_file={Path('nowhere.pth')}"]))
 
 
+def test_proxies_have_the_size_of_the_embedding() -> None:
+    small = ["dataset=glyphs", "backbone=resnet20_small", "loss=proxy_anchor", "head.out_features=16"]
+    cfg = compose("train", [*small, "loss.embedding_size=32"])
+    build.build_data(cfg)
+    with pytest.raises(ConfigError, match=r"loss\.embedding_size: got 32, expected 16"):
+        build.build_objective(cfg, build.build_model(cfg))
+
+
 def test_a_width_that_only_the_backbone_has_is_not_made_up() -> None:
     check(compose("train", ["pooling=attention_pool", "pooling.num_heads=6"]))
 

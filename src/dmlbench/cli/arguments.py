@@ -120,6 +120,10 @@ def for_hydra(name: str, line: CommandLine) -> list[str]:
     given = [_option_of(_written(argument, kinds, is_sweep=line.is_sweep)) for argument in given]
     given = _with_new_keys(given, {key for key, annotation in keys.items() if annotation == dict[str, Any]})
     parsed = [_parsed(argument) for argument in given]
+    for argument, override in parsed:
+        is_text = override.is_delete() or override.is_sweep_override() or isinstance(override.value(), str | list)
+        if not is_text and (config_folder() / override.key_or_group).is_dir():
+            raise _not_an_option(argument, override.key_or_group)
     given = [argument for argument, _ in parsed]
     return _of_each_job(given, [override for _, override in parsed]) if line.is_sweep else given
 
@@ -175,11 +179,15 @@ def _option_of(argument: str) -> str:
     has_none = (folder / "none.yaml").is_file()
     is_removed = key[0] == "~" or (value == "null" and not has_none)
     if group in _SINGLE and folder.is_dir() and (is_removed or value.startswith(("[", "{"))):
-        some = min(path.stem for path in folder.glob("*.yaml"))
-        raise ConfigError(f"{argument}: expected the name of one {group}, such as {group}={some}.")
+        raise _not_an_option(argument, group)
     if equals and has_none:
         return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
     return argument
+
+
+def _not_an_option(argument: str, group: str) -> ConfigError:
+    some = min(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    return ConfigError(f"{argument}: expected the name of one {group}, such as {group}={some}.")
 
 
 def _parsed(argument: str) -> tuple[str, Override]:

@@ -117,8 +117,6 @@ def _described(error: Exception) -> tuple[str, int] | None:
         return str(cause), EXIT_BAD_CONFIGURATION if isinstance(cause, ConfigError) else EXIT_FAILED
     if isinstance(cause, (HydraException, OmegaConfBaseException, yaml.YAMLError)):
         return explain(error), EXIT_BAD_CONFIGURATION
-    if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # not a HydraException
-        return str(cause), EXIT_BAD_CONFIGURATION
     if isinstance(cause, MemoryError) or (
         isinstance(cause, (RuntimeError, ImportError, SystemError)) and _NO_MEMORY.search(str(cause))
     ):
@@ -171,11 +169,7 @@ def explain(error: Exception) -> str:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         if group == "hydra/launcher" and option in _LAUNCHERS:
             return f"hydra/launcher={option}: expected Hydra's plugin to be installed. {how_to_install('sweeps')}"
-        nearest = closest(option, list(error.options))
-        remedy = " Every run writes history.csv." if group == "logger" else ""
-        if not (remedy or nearest.startswith("did you mean")):
-            remedy = " Options of your own need --config-dir=<folder>."
-        return f"{group}={option} is unknown: {nearest}{remedy}"
+        return _unknown_option(group, option, list(error.options))
     if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and "not in" in str(cause):
         key, parent = str(cause.key), cause.parent_node
         known = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
@@ -207,7 +201,18 @@ def explain(error: Exception) -> str:
         return f"{several[1]}: got several values, expected one. Add -m to run each of them, or write a list as [a,b]."
     if missing := re.match(r"Could not override '([^']+)'\. No match in the defaults list", message):
         return f"configuration group '{missing[1]}' is unknown: {closest(missing[1], groups())}"
+    if (wrong := re.search(r"Could not load '(\w+)/([^']+)'", message)) and wrong[1] in groups():  # of a list
+        options = sorted(path.stem for path in (config_folder() / wrong[1]).glob("*.yaml"))
+        return _unknown_option(wrong[1], wrong[2], options)
     return message
+
+
+def _unknown_option(group: str, option: str, options: Sequence[str]) -> str:
+    nearest = closest(option, options)
+    remedy = " Every run writes history.csv." if group == "logger" else ""
+    if not (remedy or nearest.startswith("did you mean")):
+        remedy = " Options of your own need --config-dir=<folder>."
+    return f"{group}={option} is unknown: {nearest}{remedy}"
 
 
 def closest_key(name: str, known: Sequence[str], config: Any, prefix: str = "") -> str:

@@ -33,7 +33,7 @@ from dmlbench.config import (
     register_schemas,
     without_hydra,
 )
-from dmlbench.types import ConfigError, RunInUse, closest, counted
+from dmlbench.types import ConfigError, RunInUse, check_output_dir, closest, counted
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def composed_command(name: str, line: CommandLine, *, logs: bool = True) -> Iter
         cfg = hydra.compose(name, for_hydra(name, line), return_hydra_config=True)
         if logs:
             configure_log(cfg.hydra.job_logging)
-        require_output_dir(cfg)
+        check_output_dir(cfg.paths.output_dir)
         yield arguments_of(without_hydra(cfg))
 
 
@@ -183,7 +183,7 @@ class Job:
         prepare_process(self.config_dir, self.name)
         try:
             if "paths" in cfg:
-                require_output_dir(cfg)
+                check_output_dir(cfg.paths.output_dir)
             if self.name != "train":
                 return self.task(arguments_of(cfg))
             complete_config(cfg)
@@ -198,11 +198,6 @@ class Job:
             log.error("failed: %s", error)  # at once: the sweep continues and reports at its end
             return Failure.of(error)
         return None
-
-
-def require_output_dir(cfg: DictConfig) -> None:
-    if not str(cfg.paths.output_dir).strip():
-        raise ConfigError("paths.output_dir: got '', expected a folder, such as outputs.")
 
 
 def prepare_process(config_dir: Path | None, name: str | None = None) -> None:

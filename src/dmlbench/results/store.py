@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from dmlbench.runtime import derive_seed, file_sha256, is_open_at, read_json, remove_leftovers, write_json
-from dmlbench.types import ConfigError, RunError, RunInUse, check_choice, require_file
+from dmlbench.types import RunError, RunInUse, check_choice, check_output_dir, require_file
 
 log = logging.getLogger(__name__)
 RESULT, ERROR, CONFIG, EMBEDDINGS = "result.json", "error.txt", "config.yaml", "embeddings.safetensors"
@@ -204,8 +204,7 @@ def find_runs(output_dir: str | os.PathLike[str], pattern: str = "**") -> list[R
         pattern: shell pattern of that relative path or of its first parts: ``glyphs``, ``*/mlrc/*gsp*``,
             ``*gsp*/fold0_rep?``; ``*`` matches slashes, too; ``output_dir`` may stand before it.
     """
-    if not str(output_dir).strip():
-        raise ConfigError("output_dir: got an empty name, expected a folder such as outputs.")
+    check_output_dir(output_dir)
     root = Path(output_dir)
     whole, folder = (Path(os.path.abspath(path)) for path in (pattern, root))
     is_inside = Path.cwd().is_relative_to(folder)  # there, relative patterns are below output_dir, too

@@ -254,9 +254,14 @@ def _batch(read: _Read, classes: IntArray, device: torch.device) -> tuple[_Reque
 _MOST_WORKERS = 256
 
 
-def _resolve_workers(num_workers: int | None, device: torch.device, images: Inputs) -> int:
+def check_workers(num_workers: int | None) -> None:
+    """Raise ConfigError unless a loader can have as many workers."""
     if num_workers is not None and not 0 <= num_workers <= _MOST_WORKERS:
         raise ConfigError(f"num_workers: got {num_workers}, expected 0 to {_MOST_WORKERS}, or null.")
+
+
+def _resolve_workers(num_workers: int | None, device: torch.device, images: Inputs) -> int:
+    check_workers(num_workers)
     if isinstance(images, Tensor | FeatureView):
         return 0  # nothing is decoded
     if num_workers is not None:
