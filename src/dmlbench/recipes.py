@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from dmlbench.external_files import Schema, load_yaml, read
-from dmlbench.types import ConfigError, check_choice, flatten
+from dmlbench.types import ConfigError, flatten
 
 SIDES = ("code", "paper")
 _Option = str | None
@@ -164,17 +164,6 @@ def _option(folders: Folders, group: str, option: str) -> Path:
     raise ConfigError(f"a recipe uses {group}={option}, but there is no {group}/{option}.yaml.")
 
 
-def _check_options(folders: Folders, recipe: Recipe) -> None:
-    """Raise ConfigError unless each option that a condition names has a file."""
-    conditions = [*(s.when for s in recipe.settings), *(d.when for d in recipe.deviations), *recipe.covers]
-    named = {(group, option) for when in conditions for group, wanted in when.items() for option in options_of(wanted)}
-    for group, option in sorted((group, option) for group, option in named if option is not None):
-        if group == "side":
-            check_choice("recipe: side", option, SIDES)
-        else:
-            _option(folders, group, option)
-
-
 def recipe_file(folders: Folders, name: str) -> Path | None:
     """The file of a recipe, in the first folder that has it."""
     return next((path for folder in folders if (path := folder / _FOLDER / f"{name}.yaml").is_file()), None)
@@ -211,8 +200,6 @@ def _values(folders: Folders, name: str, side: str, chosen: Mapping[str, str | N
     places: dict[str, str] = {}
     options: dict[str, str] = {}
     recipes = _chain(folders, name)
-    for recipe in recipes:
-        _check_options(folders, recipe)
     for entry in (entry for recipe in recipes for entry in recipe.settings if applies(entry.when, chosen)):
         parts = [(entry.set, entry.source), (getattr(entry, side), f"{entry.source}; {side}")]
         for group, option in entry.choose.items():

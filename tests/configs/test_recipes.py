@@ -371,12 +371,6 @@ def test_a_file_that_does_not_fit_the_schema_is_one_message(tmp_path, text: str,
             "settings:\n  - {choose: {schedule: none_such}, source: x}",
             "uses schedule=none_such, but there is no schedule/none_such.yaml",
         ),
-        ("settings:\n  - {when: {loss: tripplet}, source: x}", "loss=tripplet, but there is no loss/tripplet.yaml"),
-        ("covers:\n  - {pooling: [gap, gpa]}", "uses pooling=gpa, but there is no pooling/gpa.yaml"),
-        (
-            "deviations:\n  - {when: {side: papers}, text: x, source: x}",
-            "recipe: side 'papers' is unknown: did you mean 'paper'?",
-        ),
     ],
 )
 def test_a_table_that_cannot_be_read_is_one_message(tmp_path, command, text: str, message: str) -> None:
