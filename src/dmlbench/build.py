@@ -326,12 +326,12 @@ def needs_map_size(cfg: DictConfig) -> bool:
 
 def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     """Loss, miner and regularizers."""
+    size = model.embedding_size
     for path, node in nodes(OmegaConf.to_container(cfg.loss, resolve=True), "loss"):
-        size = node.get("embedding_size", model.embedding_size) if isinstance(node, dict) else model.embedding_size
-        if size != model.embedding_size:
+        if isinstance(node, dict) and (given := node.get("embedding_size", size)) != size:
             raise ConfigError(
-                f"{path}.embedding_size: got {size}, expected {model.embedding_size}, the size of the embedding. Leave "
-                "it out, or set head.out_features."
+                f"{path}.embedding_size: got {given}, expected {size}, the size of the embedding. Leave it out, or set "
+                "head.out_features."
             )
     regularizers, mixing = build_regularizers(cfg)
     of_pairs: dict[str, Any] = {}
