@@ -42,6 +42,7 @@ from dmlbench.training.optim import OptimizerSettings, make_optimizer, parameter
 from dmlbench.training.stage_plan import Plan, replayed
 from dmlbench.types import ConfigError, EmbeddingSet, ImageTable, IntArray, flatten, nodes
 
+_LIBRARIES = ("dmlbench.", "pytorch_metric_learning.")
 _CACHE_BATCH = 64
 """Images that a feature cache is built from at once; another number would move features by rounding."""
 
@@ -328,7 +329,8 @@ def build_objective(cfg: DictConfig, model: MetricModel) -> Objective:
     """Loss, miner and regularizers."""
     size = model.embedding_size
     for path, node in nodes(OmegaConf.to_container(cfg.loss, resolve=True), "loss"):
-        if isinstance(node, dict) and (given := node.get("embedding_size", size)) != size:
+        is_known = isinstance(node, dict) and str(node.get("_target_")).startswith(_LIBRARIES)
+        if is_known and (given := node.get("embedding_size", size)) != size:
             raise ConfigError(
                 f"{path}.embedding_size: got {given}, expected {size}, the size of the embedding. Leave it out, or set "
                 "head.out_features."
