@@ -294,6 +294,13 @@ def test_epochs_of_libc_are_as_long_as_its_own(name: str, count: int, size: int,
     assert len(sampler) == length
 
 
+def test_a_batch_without_divisors_has_no_other_number_of_groups() -> None:
+    with pytest.raises(ConfigError, match=r"vary_classes: got true with batches of 7 images"):
+        samplers.SplitClassBatchSampler(
+            labels_of(SIZES), classes_per_batch=1, images_per_class=7, seed=0, vary_classes=True
+        )
+
+
 def test_groups_hold_every_image_and_are_completed_from_their_own_class() -> None:
     sampler = samplers.SplitClassBatchSampler(labels_of(SIZES), classes_per_batch=3, images_per_class=4, seed=0)
     groups = np.concatenate([b.rows for b in epoch_of(sampler, 1)]).reshape(-1, 4)

@@ -240,6 +240,11 @@ class SplitClassBatchSampler(_BalancedSampler):
     ) -> None:
         batch_size = classes_per_batch * images_per_class
         divisors = [n for n in range(2, batch_size // 2 + 1) if batch_size % n == 0]
+        if vary_classes and not divisors:
+            raise ConfigError(
+                f"sampler.vary_classes: got true with batches of {batch_size} images, expected a number with a divisor "
+                "from 2 to its half. Change sampler.classes_per_batch or images_per_class."
+            )
         self.shapes = [(n, batch_size // n) for n in (divisors if vary_classes else [classes_per_batch])]
         super().__init__(labels, classes_per_batch=classes_per_batch, images_per_class=images_per_class, seed=seed)
         groups = [(np.maximum(self._sizes, size) // size + 1).sum() for _, size in self.shapes]
