@@ -159,6 +159,31 @@ def test_the_queue_grows_with_the_keys_until_it_is_full_and_keeps_the_latest() -
     assert again.count_of("filled") == 5
 
 
+@pytest.mark.parametrize("shares", ["of_batch", "of_queue"])
+def test_self_similarity_equals_a_naive_loop(shares: str) -> None:
+    torch.manual_seed(1)
+    module = SelfSimilarity(1.0, 20, queue_size=7, temperature=0.3, nearest=1.1, farthest=1.5, shares=shares).double()
+    module.queue = normalize(torch.randn(7, 5, dtype=torch.float64))
+    module.set_count("filled", 7)
+    rows, keys = torch.randn(2, 4, 20, dtype=torch.float64)
+    part = slice(5 * PARTS.index("self_similarity"), 5 * PARTS.index("self_similarity") + 5)
+    queries, positives, v = normalize(rows[:, part]), normalize(keys[:, part]), torch.zeros(4, 7, dtype=torch.float64)
+    for i, query in enumerate(queries):
+        for j, key in enumerate(module.queue):
+            d = (query - key).norm()
+            if d <= 1.5:  # 1 / q(d) on the sphere of 5 dimensions
+                v[i, j] = 1 / (d.clamp(min=1.1) ** 3 * (1 - d.clamp(min=1.1) ** 2 / 4))
+    assert (v == 0).any() and v.sum(0).all() and (torch.cdist(queries, module.queue) < 1.1).any()
+    w = v / v.sum(0 if shares == "of_batch" else 1, keepdim=True)
+    values = []
+    for i in range(4):
+        own = queries[i] @ positives[i] / 0.3
+        others = [w[i, j] * (queries[i] @ module.queue[j]) / 0.3 for j in range(7)]
+        values.append(torch.stack([own, *others]).exp().sum().log() - own)
+    value = module(ModelOutput(rows, {"keys": keys}), torch.arange(4), no_loss)
+    torch.testing.assert_close(value, torch.stack(values).mean())
+
+
 def test_opposite_and_equal_vectors_have_finite_weights() -> None:
     assert log_inverse_density(torch.tensor([0.5, 2.0]), 128).isfinite().all()
     module = SelfSimilarity(1.0, 8, queue_size=4)

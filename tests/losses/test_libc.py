@@ -136,3 +136,17 @@ def test_a_part_of_weight_0_is_not_computed() -> None:
     refined = loss_of(backbone_weight=0.0)
     refined(x, LABELS).backward()
     assert refined.classifier.weight.grad is None
+
+
+def test_settings_of_dropout_smoothing_and_init_are_used() -> None:
+    loss = loss_of(refined_weight=0.0, label_smoothing=0.3, temperature=0.5)
+    log_shares = (loss.classifier(batch_of()) / 0.5).log_softmax(1)
+    values = [-(0.7 * row[label] + 0.3 * row.mean()) for row, label in zip(log_shares, LABELS, strict=True)]
+    torch.testing.assert_close(loss(batch_of(), LABELS), sum(values) / len(values))
+    layer = Libc(CLASSES, SIZE, dropout=0.3).layers[0]
+    rates = [module.p for module in layer.modules() if isinstance(module, torch.nn.Dropout)]
+    assert [layer.self_attn.dropout, *rates] == [0.3] * 4
+    torch.manual_seed(0)
+    classifier = Libc(50, 64, init="he_normal").classifier
+    assert classifier.weight.std().item() == pytest.approx(math.sqrt(2 / 50), rel=0.05)
+    assert not classifier.bias.any()

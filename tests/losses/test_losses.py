@@ -23,6 +23,7 @@ from dmlbench.losses.margin_oodml import MarginOodml
 from dmlbench.losses.objective import Objective, compares_with_classes
 from dmlbench.losses.proxy_nca import ProxyNca
 from dmlbench.losses.recall_at_k import RecallAtKSurrogate
+from dmlbench.losses.snr import SnrDistance
 from dmlbench.losses.soft_triple import SoftTriple
 from dmlbench.types import ConfigError, ModelOutput
 
@@ -588,6 +589,14 @@ def test_an_option_of_pml_equals_its_formula(option: str) -> None:
         results.append((value.detach(), *torch.autograd.grad(value, x)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_snr_distance_divides_by_the_variance_of_the_first_argument() -> None:
+    x, y = batch_of()[:3], batch_of(seed=1)[:3]
+    expected = torch.tensor([[float((a - b).numpy().var() / a.numpy().var()) for b in y] for a in x]).double()
+    distance = SnrDistance(normalize_embeddings=False)
+    torch.testing.assert_close(distance(x, y), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(distance.pairwise_distance(x, y), expected.diag(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("option", ["cosface", "sub_center_arcface"])

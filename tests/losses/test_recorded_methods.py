@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from dmlbench.hyperbolic import PoincareDistance, riemannian, to_ball
 from dmlbench.losses.average_precision import Roadmap, SmoothAp, SupAp
-from dmlbench.losses.hier import HierarchicalRegularizer, ancestor_losses, draw_triplets
+from dmlbench.losses.hier import HierarchicalRegularizer, _gumbel, ancestor_losses, draw_triplets
 from dmlbench.losses.hist import Hist
 from dmlbench.losses.pairwise_cross_entropy import PairwiseCrossEntropy
 from dmlbench.losses.recall_at_k import RecallAtKSurrogate
@@ -92,6 +92,9 @@ def test_hist(recorded, settings, case: str) -> None:
     alone = Hist(classes, size, **given, tuplet_weight=0).double()
     alone.load_state_dict(loss.state_dict())
     torch.testing.assert_close(alone(x, labels), record["distribution_loss"], rtol=1e-9, atol=1e-12)
+    quarter = Hist(classes, size, **given, tuplet_weight=0.25).double()
+    quarter.load_state_dict(loss.state_dict())
+    torch.testing.assert_close(quarter(x, labels), 0.75 * record["distribution_loss"] + 0.25 * record["loss"])
 
 
 OF_RANKS = {
@@ -113,6 +116,22 @@ def test_losses_of_average_precision(recorded, case: str, name: str) -> None:
     assert record[name] > 0
     torch.testing.assert_close(value, record[name], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient, record[f"grad_{name}"], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", ["a0", "a1"])
+def test_roadmap_weighs_its_parts_and_passes_its_settings_on(recorded, case: str) -> None:
+    record = recorded(case)
+    cosines = normalize(record["x"]) @ normalize(record["x"]).T
+    same = record["labels"][:, None] == record["labels"]
+    positive = (0.8 - cosines[same & ~torch.eye(len(same), dtype=torch.bool)]).clamp(min=0)
+    negative = (cosines[~same] - 0.2).clamp(min=0)
+    calibration = sum(terms[terms > 0].mean() for terms in (positive, negative))
+    roadmap = Roadmap(
+        positive_margin=0.8, negative_margin=0.2, ap_weight=0.5, calibration_weight=3.0, temperature=0.05, slope=10,
+        margin=0.1, offset=None,
+    )  # fmt: skip
+    expected = 0.5 * record["sup_ap_continuous"] + 3 * calibration
+    torch.testing.assert_close(roadmap(record["x"], record["labels"]), expected)
 
 
 def test_a_cold_smooth_ap_is_one_minus_average_precision() -> None:
@@ -137,7 +156,7 @@ def test_simix(recorded, monkeypatch, case: str) -> None:
     pairs = torch.stack(torch.where((labels[:, None] == labels).triu(1)), 1).tolist()
     # the public code lists the mixtures of a class in another order, and mixes x_3 with x_0 before x_2 with x_0
     drawn = torch.stack([shares[tuple(pair)] for pair in pairs])[:, None]
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: drawn)
+    monkeypatch.setattr(torch, "rand", lambda *size, **__: drawn.reshape(size))
     value = RecallAtKSurrogate(k_temperatures=[1] * 5, simix=True)(x, labels)
     (gradient,) = torch.autograd.grad(value, x)
     torch.testing.assert_close(value, record["loss"], rtol=1e-9, atol=1e-12)
@@ -199,3 +218,39 @@ def test_images_without_related_ones_cost_nothing() -> None:
     loss = HierarchicalRegularizer(0.5, 3, num_proxies=2, num_neighbors=2)
     value = loss(ModelOutput(torch.zeros(2, 3, requires_grad=True), {}), torch.tensor([0, 1]), lambda *_: None)
     assert float(value) == 0
+
+
+def test_a_point_without_relatives_does_not_lower_the_mean_over_triplets(monkeypatch) -> None:
+    seen: list[Tensor] = []
+
+    def ones(distances: Tensor, triplets: list[Tensor], noise: list[Tensor], **options: float) -> Tensor:
+        seen.extend(noise)
+        return torch.ones(len(triplets[0]))
+
+    monkeypatch.setattr("dmlbench.losses.hier.ancestor_losses", ones)
+    loss = HierarchicalRegularizer(1.0, 3, num_proxies=5, num_neighbors=3, triplets_per_point=7)
+    similarities = torch.tensor([[9.0, 8, 7, 0], [8, 9, 7, 0], [7, 8, 9, 0], [3, 2, 1, 9]])  # the last is alone
+    assert float(loss._of_points(similarities, torch.rand(4, 5))) == 1
+    assert [noise.shape for noise in seen] == [(4 * 7, 5)] * 2
+    assert not torch.equal(*seen)  # both ancestors are drawn independently
+
+
+def test_related_and_other_points_are_drawn_evenly_and_independently() -> None:
+    torch.manual_seed(0)
+    similarities = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).double()
+    (anchor, related, other), counted = draw_triplets(similarities, 3, 4000)
+    assert counted.all()
+    pairs = torch.zeros(6, 6, dtype=torch.float64)
+    pairs.index_put_((related[anchor == 0], other[anchor == 0]), torch.tensor(1 / 4000).double(), accumulate=True)
+    expected = torch.zeros(6, 6, dtype=torch.float64)
+    expected[1:3, [0, 3, 4, 5]] = 1 / 8  # 0 is related to 1 and 2; as in the public code, the other may be 0 itself
+    torch.testing.assert_close(pairs, expected, atol=0.02, rtol=0)
+
+
+def test_noise_is_gumbels_and_proxies_start_at_nine_tenths_of_the_clip_radius() -> None:
+    torch.manual_seed(0)
+    noise = _gumbel(torch.zeros(1, 200, dtype=torch.float64), 500)
+    assert float(noise.mean()) == pytest.approx(np.euler_gamma, abs=0.02)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.03)
+    start = HierarchicalRegularizer(1.0, 100, num_proxies=200, clip_radius=4.0).proxies
+    assert float(start.norm(dim=1).square().mean().sqrt()) == pytest.approx(0.9 * 4, rel=0.02)

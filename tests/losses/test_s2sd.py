@@ -1,5 +1,7 @@
 """S2SD's objective and gradients are those of the ooDML study's code, and of a naive loop."""
 
+import copy
+
 import pytest
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss
@@ -85,6 +87,18 @@ def test_features_teach_after_the_delay() -> None:
     found = [value_of(s2sd, step) for step in (1, 2, 2, 3)]  # of accumulated batches, two have one step
     assert [bool(x == without) for x in found] == [True, True, True, False]
     assert value_of(made(feature_delay=0)) == found[3]
+
+
+def test_distillation_counts_with_its_weight_alone_in_the_objective() -> None:
+    features = torch.rand(6, 8, 2, 2, generator=torch.Generator().manual_seed(1)).double()
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(2)).double()
+    dml = value_of(made(distillation_weight=0.0, feature_weight=0.0))
+    s2sd = made(weight=0.2, distillation_weight=3.0, feature_weight=0.0)
+    side = features_of(features)
+    of_heads = [head.double()(side["features"] + side["features_max"]) for head in copy.deepcopy(s2sd.heads)]
+    taught = [similarity_distillation(rows, larger, temperature=1.0) for larger in of_heads]
+    expected = 3.0 * (taught[0] + taught[1]) / 2
+    torch.testing.assert_close(0.2 * (value_of(s2sd) - dml).double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_every_head_has_a_loss_of_its_own_size_and_own_parameters() -> None:

@@ -13,7 +13,7 @@ from dmlbench.models.projection import Projection
 from dmlbench.types import ConfigError, RunError
 
 GENERATOR = torch.Generator().manual_seed(0)
-LABELS = torch.arange(6).repeat_interleave(20)
+LABELS = torch.arange(6).repeat_interleave(torch.tensor([10, 30, 15, 25, 18, 22]))
 SPREAD = torch.randn(10, 10, generator=GENERATOR)
 ROWS = (torch.randn(6, 10, generator=GENERATOR)[LABELS] + torch.randn(120, 10, generator=GENERATOR) @ SPREAD).double()
 ROWS = F.normalize(ROWS)
@@ -46,13 +46,21 @@ def test_lda_has_the_directions_of_scikit_learn() -> None:
     same_up_to_signs(rows, expected * (rows.norm() / np.linalg.norm(expected)).item())
 
 
-def test_learned_whitening_is_the_naive_computation() -> None:
+@pytest.mark.parametrize("form", ["learned_whitening", "lda"])
+def test_whitening_and_lda_with_shrinkage_are_the_naive_computation(form: str) -> None:
     rows = ROWS.numpy()
-    residuals = np.concatenate([rows[c == LABELS] - rows[c == LABELS].mean(0) for c in range(6)])
+    class_means = np.stack([rows[c == LABELS].mean(0) for c in range(6)])[LABELS]
+    residuals = rows - class_means
     whitening = np.linalg.inv(np.linalg.cholesky(residuals.T @ residuals / 120 + 0.01 * np.eye(10)))
     centered = (rows - rows.mean(0)) @ whitening.T
-    _, _, directions = np.linalg.svd(centered, full_matrices=False)
-    same_up_to_signs(fitted("learned_whitening", 4, 0.01), centered @ directions[:4].T)
+    spread = centered if form == "learned_whitening" else (class_means - rows.mean(0)) @ whitening.T
+    _, _, directions = np.linalg.svd(spread, full_matrices=False)
+    same_up_to_signs(fitted(form, 4, 0.01), centered @ directions[:4].T)
+
+
+def test_the_largest_entry_of_an_eigenvector_is_positive() -> None:
+    weight, _ = closed_form(moments(), "pca", 10, 0.0)
+    assert all(max(row, key=abs) > 0 for row in weight.tolist())
 
 
 def test_a_head_is_fitted_in_place_and_starts_the_trained_one() -> None:

@@ -82,6 +82,8 @@ def test_gradients_reach_exactly_what_the_method_trains(method: str) -> None:
 @pytest.mark.parametrize("name", VITS)
 def test_lora_starts_at_the_untouched_network(name: str) -> None:
     plain, tuned = build(name=name).eval(), build(Lora(dropout=0.3), name=name).eval()
+    rates = {module.p for key, module in tuned.named_modules() if key.endswith("lora_dropout.default")}
+    assert rates == {0.3}
     with torch.no_grad():
         assert torch.equal(tuned.native(IMAGES), plain.native(IMAGES))
         assert torch.equal(tuned(IMAGES)[0], plain(IMAGES)[0])

@@ -298,6 +298,10 @@ def test_members_of_different_test_sets_are_rejected() -> None:
     for wrong in (swapped, shorter):
         with pytest.raises(RunError, match="query ids of fold 1, repeat 0 differ from those of fold 0"):
             collections([members[0], [wrong]])
+    with pytest.raises(RunError, match="query labels of fold 1, repeat 0 differ from those of fold 0"):
+        collections([members[0], [EmbeddingSet(other.rows, other.labels + 1, other.ids)]])
+    with pytest.raises(RunError, match="gallery ids of fold 1, repeat 0 differ from those of fold 0"):
+        collections(members, [members[0], [swapped, other]])
     for empty in ([members[0], []], []):
         with pytest.raises(RunError, match="at least one of every fold"):
             collections(empty)
@@ -330,8 +334,9 @@ def test_scores_of_whole_sets_are_averaged_over_the_members_of_a_collection() ->
     assert "concatenated_nmi" not in frame
 
 
+@pytest.mark.parametrize("level", [0.95, 0.5])
 @pytest.mark.parametrize("over", ["repeats within folds", "folds"])
-def test_of_one_fold_or_one_repeat_is_the_paired_t_interval(over: str) -> None:
+def test_of_one_fold_or_one_repeat_is_the_paired_t_interval(over: str, level: float) -> None:
     if over == "folds":
         a, b = np.random.default_rng(2).normal(0.5, 0.1, (2, 4))
     else:
@@ -339,14 +344,17 @@ def test_of_one_fold_or_one_repeat_is_the_paired_t_interval(over: str) -> None:
         a = rng.normal(0.6, 0.1, 5)
         b = a + rng.normal(0.02, 0.01, 5)
     keys = [(i, 0) if over == "folds" else (0, i) for i in range(len(a))]
-    found = paired_difference(dict(zip(keys, a, strict=True)), dict(zip(keys, b, strict=True)))
-    test = stats.ttest_rel(b, a)
-    expected = test.confidence_interval(0.95)
-    assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
-    assert found.p_value == pytest.approx(test.pvalue, rel=1e-9)
-    assert found.difference == pytest.approx(b.mean() - a.mean(), abs=1e-15)
-    assert found.n_pairs == len(a)
-    assert found.over == over
+    for first, second in ((a, b), (b, a)):
+        found = paired_difference(
+            dict(zip(keys, first, strict=True)), dict(zip(keys, second, strict=True)), level=level
+        )
+        test = stats.ttest_rel(second, first)
+        expected = test.confidence_interval(level)
+        assert found.interval == pytest.approx((expected.low, expected.high), abs=1e-12)
+        assert found.p_value == pytest.approx(test.pvalue, rel=1e-9)
+        assert found.difference == pytest.approx(second.mean() - first.mean(), abs=1e-15)
+        assert found.n_pairs == len(a)
+        assert found.over == over
 
 
 def test_what_fold_and_seed_do_to_both_configs_does_not_widen_the_interval() -> None:

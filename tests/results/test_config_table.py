@@ -5,11 +5,12 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dmlbench.results.config_table import config_labels, differing_settings, gains_over_frozen, make_table
 from dmlbench.results.shared_settings import shared_settings
-from dmlbench.results.table import summarize_tables
+from dmlbench.results.table import Table, summarize_tables
 from dmlbench.types import DataError, escape_latex
 
 
@@ -97,6 +98,14 @@ def test_csv_keeps_full_precision_in_separate_columns() -> None:
     rows = list(csv.DictReader(io.StringIO(_table(_summary(0.61234567, 0.02), _summary(0.5, None)).to_csv())))
     assert float(rows[0]["separated (128-D) P@1 mean"]) == pytest.approx(61.234567)
     assert rows[1]["separated (128-D) P@1 std"] == ""
+
+
+def test_numbers_with_thousands_separators_and_signs_are_numbers_in_the_csv() -> None:
+    columns = {"floats": ["163,840", "1,024"], "gain": ["+3.3", "-0.5"], "words": ["1,024", "a, b"]}
+    frame = Table("t", pd.DataFrame(columns, index=["a", "b"]), row_notes=((), ())).to_frame()
+    assert frame["floats"].tolist() == [163840, 1024]
+    assert frame["gain"].tolist() == [3.3, -0.5]
+    assert frame["words"].tolist() == ["1,024", "a, b"]
 
 
 def test_a_table_says_that_it_replaces_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

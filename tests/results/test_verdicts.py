@@ -8,7 +8,7 @@ import pytest
 
 from dmlbench.papers import PaperScore
 from dmlbench.results.table import Table
-from dmlbench.results.verdicts import Comparison, compare, count_of_verdicts, side_by_side, tolerance
+from dmlbench.results.verdicts import Comparison, compare, count_of_verdicts, side_by_side, tolerance, verdict_on
 
 SCORE = PaperScore(
     row="C2+GAP", setting="", dataset="cub200", backbone="bn_inception", embedding_size=512, protocol="mlrc",
@@ -43,6 +43,11 @@ def test_a_score_is_reproduced_up_to_the_tolerance_and_no_further(ours: float, v
     made = compare(SCORE, _summary(ours))
     assert (made.verdict, made.tolerance) == (verdict, pytest.approx(1.0))
     assert made.difference == pytest.approx(100 * ours - 67.35)
+
+
+def test_a_difference_above_the_tolerance_by_rounding_alone_is_reproduced() -> None:
+    assert 0.4 - 0.1 > 0.3
+    assert verdict_on(_score(mean=Decimal("0.1"), std=None), 0.4, None).verdict == "reproduced"
 
 
 def test_what_is_missing_or_of_something_else_gets_no_verdict_on_the_paper() -> None:

@@ -4,6 +4,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from timm.layers import RmsNorm
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dmlbench.models.backbones import TimmBackbone
 from dmlbench.models.resnet_cifar import ResNet20
 from dmlbench.training.optim import (
+    ClipForm,
     HarmonicPlateau,
     OptimizerSettings,
     WarmupCosine,
@@ -20,12 +22,14 @@ from dmlbench.training.optim import (
     frozen,
     make_optimizer,
     parameter_groups,
+    step_schedule,
 )
 from dmlbench.types import ConfigError
 
 
-def _groups() -> tuple[nn.Module, dict[str, list[tuple[str, nn.Parameter]]]]:
-    model = nn.ModuleDict({"backbone": nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "head": nn.Linear(4, 2)})
+def _groups(norm: nn.Module | None = None) -> tuple[nn.Module, dict[str, list[tuple[str, nn.Parameter]]]]:
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3), norm or nn.BatchNorm2d(4))
+    model = nn.ModuleDict({"backbone": backbone, "head": nn.Linear(4, 2)})
     groups = {name: list(model[name].named_parameters()) for name in ("backbone", "head")}
     return model, groups
 
@@ -46,15 +50,22 @@ def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
 
 @pytest.mark.parametrize("decay_batch_norm", [False, True])
 @pytest.mark.parametrize("decay_biases", [False, True])
-def test_batch_norm_and_other_vectors_decay_where_asked_to(decay_batch_norm: bool, decay_biases: bool) -> None:
-    model, groups = _groups()
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.RMSNorm(4), RmsNorm(4)],
+    ids=lambda x: type(x).__name__,
+)
+def test_normalization_and_other_vectors_decay_where_asked_to(
+    norm: nn.Module, decay_batch_norm: bool, decay_biases: bool
+) -> None:
+    model, groups = _groups(norm)
     power = nn.Parameter(torch.ones(1, 1, 1))  # of GeM
     settings = _settings(decay_batch_norm=decay_batch_norm, decay_biases=decay_biases)
     optimizer = make_optimizer({**groups, "pooling": [("power", power)]}, settings, modules=[model])
     decays = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
     names = {name for name, p in [*model.named_parameters(), ("power", power)] if id(p) in decays}
     weights = {"backbone.0.weight", "head.weight"}
-    normalization = {"backbone.1.weight", "backbone.1.bias"} if decay_batch_norm else set()
+    normalization = {f"backbone.1.{name}" for name, _ in norm.named_parameters()} if decay_batch_norm else set()
     assert names == weights | normalization | ({"backbone.0.bias", "head.bias", "power"} if decay_biases else set())
 
 
@@ -241,23 +252,52 @@ def test_clipping_limits_values_first_and_then_the_norm() -> None:
 
 
 def test_decayed_gradients_are_clipped_by_norm_and_then_by_value() -> None:
-    parameter = nn.Parameter(torch.tensor([100.0, 0.0, 1.0]))
-    parameter.grad = torch.tensor([30.0, -40.0, 0.0])
-    optimizer = torch.optim.SGD([parameter], lr=1.0, weight_decay=0.5)
-    decayed = torch.tensor([80.0, -40.0, 0.5])
+    starts = torch.tensor([7.0]), torch.tensor([100.0, 0.0, 1.0])
+    free, decaying = parameters = [nn.Parameter(start.clone()) for start in starts]
+    free.grad, decaying.grad = torch.tensor([5.0]), torch.tensor([30.0, -40.0, 0.0])
+    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (0.0, 0.5), strict=True)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    decayed = torch.tensor([5.0, 80.0, -40.0, 0.5])
     expected = (decayed * 10 / decayed.norm()).clamp(-8, 8)
     with decay_added(optimizer, "decayed"):
         norm = clip_gradients(optimizer, norm=10.0, value=8.0, form="decayed")
         optimizer.step()
     assert float(norm) == pytest.approx(float(decayed.norm()))
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-    torch.testing.assert_close(parameter.detach(), torch.tensor([100.0, 0.0, 1.0]) - expected)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+    torch.testing.assert_close(torch.cat(parameters).detach(), torch.cat(starts) - 0.1 * expected)
+
+
+@pytest.mark.parametrize("form", ["plain", "decayed"])
+def test_norms_and_values_are_clipped_without_each_other(form: ClipForm) -> None:
+    gradient = torch.tensor([30.0, -40.0, 3.0])
+    for limits, expected in (
+        ({"norm": 10.0, "value": None}, gradient * 10 / gradient.norm()),
+        ({"norm": None, "value": 10.0}, torch.tensor([10.0, -10.0, 3.0])),
+        ({"norm": None, "value": None}, gradient),
+    ):
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = gradient.clone()
+        clip_gradients(torch.optim.SGD([parameter], lr=1.0), form=form, **limits)
+        torch.testing.assert_close(parameter.grad, expected)
 
 
 def test_decoupled_decay_is_not_clipped() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ConfigError, match="AdamW, which does not add decay to the gradient"):
         decay_added(optimizer, "decayed").__enter__()
+
+
+def test_a_plateau_steps_at_scores_and_every_other_schedule_at_steps() -> None:
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2)]
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizers[0], mode="max", factor=0.5, patience=0)
+    halving = lr_scheduler.StepLR(optimizers[1], step_size=1, gamma=0.5)
+    found = []
+    for score in (None, None, 0.3, None, 0.2, None):  # None: a step; else a validation
+        for optimizer, schedule in zip(optimizers, (plateau, halving), strict=True):
+            optimizer.step()
+            step_schedule(schedule, score=score)
+        found.append([optimizer.param_groups[0]["lr"] for optimizer in optimizers])
+    assert found == [[1, 1 / 2], [1, 1 / 4], [1, 1 / 4], [1, 1 / 8], [1 / 2, 1 / 8], [1 / 2, 1 / 16]]
 
 
 def test_a_harmonic_plateau_waits_for_the_mean_of_the_score_and_one() -> None:

@@ -39,3 +39,11 @@ def test_plans_are_read_as_written_and_their_absence_names_the_remedy(tmp_path) 
     (tmp_path / "plan.json").write_text('{"epochs": 1}')
     with pytest.raises(RunError, match="is not a training plan"):
         load_plan(tmp_path / "plan.json")
+
+
+def test_steps_are_rounded_where_epochs_times_steps_is_not_exact() -> None:
+    assert 0.29 * 100 < 29
+    assert Plan(0.29).steps(100) == 29
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = replayed(optimizer, Plan(1.0, ((0.29, 0.5),)), steps_per_epoch=100)
+    assert [schedule.lr_lambdas[0](step) for step in (28, 29)] == [1.0, 0.5]

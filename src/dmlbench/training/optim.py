@@ -77,6 +77,11 @@ _DECOUPLED = ("Adafactor", "Muon")
 _NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def _is_norm_of_timm(layer: type[nn.Module]) -> bool:
+    """Such as ``RmsNorm``, which is no subclass of torch's."""
+    return layer.__module__.startswith("timm.layers.") and "Norm" in layer.__name__
+
+
 def make_optimizer(
     groups: NamedGroups,
     settings: OptimizerSettings,
@@ -111,8 +116,8 @@ def make_optimizer(
         id(p)
         for module in modules
         for layer in module.modules()
-        if isinstance(layer, _NORMALIZATION)
-        for p in layer.parameters()
+        if isinstance(layer, _NORMALIZATION) or _is_norm_of_timm(type(layer))
+        for p in layer.parameters(recurse=False)
     }
     seen: dict[int, str] = {}
     result: list[dict[str, Any]] = []

@@ -243,6 +243,25 @@ def test_random_class_batches_come_from_a_few_classes_of_any_share() -> None:
     assert len(shares) > 5
 
 
+@pytest.mark.parametrize("kind", ["class_balanced", "equal_class", "split_class"])
+def test_any_two_classes_are_equally_often_in_the_first_batch_of_an_epoch(kind: str) -> None:
+    sampler = BALANCED[kind](labels_of([4] * 8), classes_per_batch=4, images_per_class=2, seed=0)
+    together = np.zeros((8, 8))
+    for batch in islice((batch for batch in sampler if batch.index == 0), 500):
+        present = np.isin(np.unique(sampler.labels), sampler.labels[batch.rows])
+        together += np.outer(present, present) / 500
+    of_pairs = together[np.triu_indices(8, 1)]
+    np.testing.assert_allclose(of_pairs, of_pairs.mean(), atol=0.1)  # 4 standard errors
+
+
+def test_used_up_images_are_shuffled_again() -> None:
+    labels = np.repeat([0, 1], [30, 90])
+    sampler = samplers.EqualClassBatchSampler(labels, classes_per_batch=2, images_per_class=1, seed=0)
+    rows = np.concatenate([batch.rows for batch in epoch_of(sampler, 0)])
+    first, second = rows[rows < 30].reshape(2, 30).tolist()
+    assert sorted(first) == sorted(second) and first != second
+
+
 def test_random_batches_hold_every_image_once_an_epoch() -> None:
     sampler = samplers.RandomBatchSampler(labels_of([50, 3]), batch_size=10, seed=0)
     for epoch in range(2):
@@ -262,8 +281,9 @@ def test_classes_come_equally_often_and_their_images_evenly_however_unequal_they
     groups = np.concatenate([b.rows for b in batches]).reshape(-1, 2)
     labels = sampler.labels[groups]
     assert (labels == labels[:, :1]).all()
-    for one in labels[:, 0].reshape(rounds, len(SIZES)):
-        assert len(set(one)) == len(SIZES)  # a round visits each class once
+    visits = labels[:, 0].reshape(rounds, len(SIZES))
+    assert all(len(set(one)) == len(SIZES) for one in visits)  # a round visits each class once
+    assert len({tuple(one) for one in visits.tolist()}) > 1
     for label in np.unique(labels):
         images = groups[labels[:, 0] == label].ravel()
         queue: set[int] = set()
@@ -346,6 +366,10 @@ def test_full_class_batches_have_the_classes_of_the_public_code() -> None:
     assert [sorted(set(sampler.labels[rows].tolist())) for rows in epoch] == FULL_CLASSES
     images = Counter(row for rows in epoch for row in rows.tolist() if sampler.labels[row] in (0, 4))
     assert set(images.values()) == {1}  # classes that have 4 x 2 images repeat none
+    small = [
+        Counter(row for b in epoch_of(sampler, e) for row in b.rows.tolist() if row in (18, 19)) for e in (1, 2, 3)
+    ]
+    assert any(times[18] != times[19] for times in small)  # with replacement
 
 
 @pytest.mark.parametrize(("images", "classes", "steps"), [(5_864, 100, 31), (8_054, 98, 43), (59_551, 11_318, 251)])

@@ -77,6 +77,18 @@ def test_boxes_are_distributed_as_torchvision_s() -> None:
     assert (ours.boxes >= [0, 0, 1, 1]).all()
 
 
+def test_area_place_and_flip_of_a_box_are_independent_and_places_reach_the_border() -> None:
+    transform = random_resized_crop(crop=9, resize=None, scale=(0.64, 0.81), ratio=(1, 1))
+    cut = transform.plan(np.full((len(SEEDS), 2), 10), SEEDS)
+    top, left, height, _ = cut.boxes.T
+    assert (height == 8).mean() == pytest.approx((8.5**2 - 64) / 17, abs=0.03)  # sides round to 8 or 9 of 10 pixels
+    for side, places in ((8, 3), (9, 2)):
+        shares = np.zeros((places, places, 2))
+        of_side = height == side
+        np.add.at(shares, (top[of_side], left[of_side], cut.flip[of_side].astype(int)), 1 / of_side.sum())
+        np.testing.assert_allclose(shares, 1 / shares.size, atol=0.03)
+
+
 def test_an_image_that_no_box_fits_gives_its_middle_as_torchvision_does() -> None:
     transform = random_resized_crop(crop=16, resize=None, scale=(1, 1), ratio=(3 / 4, 4 / 3))
     for width, height in ((300, 20), (20, 300)):
