@@ -177,8 +177,7 @@ def _option_of(argument: str) -> str:
         raise ConfigError(f"{argument}: expected key=value, such as fit.max_steps=100.")
     folder = config_folder() / group
     has_none = (folder / "none.yaml").is_file()
-    is_removed = key[0] == "~" or (value == "null" and not has_none)
-    if group in _SINGLE and folder.is_dir() and (is_removed or value.startswith(("[", "{"))):
+    if group in _SINGLE and folder.is_dir() and (key[0] == "~" or value.startswith(("[", "{"))):
         raise _not_an_option(argument, group)
     if equals and has_none:
         return f"{key}={','.join('none' if option == 'null' else option for option in value.split(','))}"
